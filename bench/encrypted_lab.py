@@ -1,16 +1,20 @@
 """Encryption in a lab: what a reader of packets finds of a planted pattern, and what a step costs beside a plain one.
 
-    python bench/encrypted_lab.py wire --modes balanced,elastic,ps-hra,local,pipeline     # needs root
+    python bench/encrypted_lab.py wire      # needs root; six minutes
+    python bench/encrypted_lab.py wire --modes hosts
     python bench/encrypted_lab.py cost --rounds 3
 
 `wire` plants a pattern of 32 bytes in parameters, gradients, samples and objects, and reads all packets of all links of
-the run. In a plain run it must be found (or the reader is blind), in an encrypted one no 8 bytes of it may be.
+the run. In a plain run it must be found (or the reader is blind), in an encrypted one no 8 bytes of it may be. Mode
+`hosts` runs between machines with sshd, where `--encrypt auto` is on.
 `cost` lets plain and encrypted runs take turns in a lab of 1 Gbit/s, and prints the time of an allreduce of 22 MB, a
 part of it computed, and processor seconds per GB that a rank sends. Exit code 1 if something is found, or a step costs
 more than 3 %.
 """
 
 import argparse
+import functools
+import itertools
 import json
 import os
 import re
@@ -21,7 +25,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +46,7 @@ FLAGS = {
     "ps-hra": ["--mode", "ps-hra"],
     "local": ["--mode", "local"],
     "pipeline": [],
+    "hosts": ["--mode", "balanced"],
 }
 
 
@@ -49,7 +54,7 @@ def main() -> None:
     """Be a worker, a reader of packets, or the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["wire", "cost", "work-train", "work-pipeline", "work-cost", "read"])
-    parser.add_argument("--modes", default="balanced,elastic")
+    parser.add_argument("--modes", default=",".join(FLAGS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("runs/encrypted-lab"))
     options = parser.parse_args()
@@ -69,21 +74,47 @@ def compare_wire(options: argparse.Namespace) -> dict[str, Any]:
     from ringweave import lab, topology
 
     rows: list[dict[str, Any]] = []
+
+    def note(mode: str, encrypt: str, found: dict[str, Any]) -> None:
+        rows.append({"mode": mode, "encrypt": encrypt} | found)
+        print(json.dumps(rows[-1]), flush=True)
+
+    modes = options.modes.split(",")
     lab.up(topology.loads(CLUSTER.format(name="encrypted", nic="1Gbit/s", count=3)), "encrypted")
     try:
-        for mode in options.modes.split(","):
-            for encrypt in ("off", "on"):
-                rows.append({"mode": mode, "encrypt": encrypt} | observe(lab.find("encrypted"), mode, encrypt, options))
-                print(json.dumps(rows[-1]), flush=True)
+        for mode, encrypt in itertools.product([each for each in modes if each != "hosts"], ("off", "on")):
+            folder = options.out / f"{mode}-{encrypt}"
+            flags = [*FLAGS[mode], "--encrypt", encrypt, "--run-dir", str(folder)]
+            work = "work-pipeline" if mode == "pipeline" else "work-train"
+            arguments = [work, "--out", str(folder)]
+            note(mode, encrypt, observe(lab.find("encrypted"), functools.partial(run_in_lab, flags, arguments)))
     finally:
         lab.down("encrypted")
-    failed = any((row["windows_found"] > 0) == (row["encrypt"] == "on") or row["exit_code"] for row in rows)
+    if "hosts" in modes:
+        for encrypt, found in compare_hosts().items():
+            note("hosts", encrypt, found)
+    failed = any((row["windows_found"] > 0) != (row["encrypt"] == "off") or row["exit_code"] for row in rows)
     return {"rows": rows, "failed": int(failed)}
 
 
-def observe(there: Any, mode: str, encrypt: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one mode with a reader of packets in each node."""
-    folder = options.out / f"{mode}-{encrypt}"
+def compare_hosts() -> dict[str, dict[str, Any]]:
+    """Run on machines with sshd, plain and as `auto` decides."""
+    from ringweave_bench.ssh_lab import ssh_lab
+
+    found = {}
+    with ssh_lab(num_nodes=2) as machines:
+        first = machines.nodes[0]
+        first.write("/home/trainer/project/job.py", Path(__file__).read_text(encoding="utf-8"))
+        for encrypt in ("off", "auto"):
+            words = [sys.executable, "-m", "ringweave", "run", "--hosts", "n0,n1", "--name", f"wire-{encrypt}"]
+            words += [*FLAGS["hosts"], "--encrypt", encrypt, "job.py", "work-train", "--out", "/tmp/out"]
+            run = functools.partial(first.run, ["sh", "-c", 'cd project && exec "$@"', "sh", *words], check=False)
+            found[encrypt] = observe(machines.network, run)
+    return found
+
+
+def observe(there: Any, run: "Callable[[], subprocess.CompletedProcess[str]]") -> dict[str, Any]:
+    """Run something with a reader of packets in each node."""
     nodes = [node.name for node in there.cluster.nodes]
     reader = [sys.executable, str(Path(__file__).absolute()), "read"]
     readers = [
@@ -92,8 +123,7 @@ def observe(there: Any, mode: str, encrypt: str, options: argparse.Namespace) ->
     for each in readers:
         assert each.stdout is not None
         each.stdout.readline()
-    work = "work-pipeline" if mode == "pipeline" else "work-train"
-    done = run_in_lab([*FLAGS[mode], "--encrypt", encrypt, "--run-dir", str(folder)], [work, "--out", str(folder)])
+    done = run()
     counts = [json.loads(each.communicate()[0]) for each in readers]
     if done.returncode:
         print(done.stdout[-3000:], file=sys.stderr)

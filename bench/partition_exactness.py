@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ringweave.errors import UsageError
 from ringweave.planning.partition.problem import PartitionProblem
-from ringweave.planning.partition.solve import solve_by_recurrence, solve_partition
-from tests.planning.partitioning.brute_force import Found, least, random_problem
+from ringweave.planning.partition.solve import solve_partition
+from tests.planning.partitioning.brute_force import Found, least, random_problem, solve_by_recurrence
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 

@@ -101,7 +101,7 @@ if __name__ == "__main__":
     add = parser.add_argument
     add("--ddp", action="store_true", help="DistributedDataParallel on Gloo, not ringweave")
     add("--out", type=Path, default=Path("runs/text-unequal"), help="folder for everything the run leaves behind")
-    add("--steps", type=int, default=90, help="train steps")
+    add("--steps", type=int, default=60, help="train steps")
     add("--batch", type=int, default=56, help="sequences in a step, over all workers")
     add("--learning-rate", type=float, default=4e-3, help="its peak, after the warm-up")
     add("--layers", type=int, default=4, help="blocks of the model")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ringweave import lab, topology
 from ringweave.lab import Lab, tools, user_namespace
@@ -29,7 +30,7 @@ RINGWEAVE = [sys.executable, "-m", "ringweave"]
 KILLED_RANK = 2
 MASTER_PORT = "29411"
 RUN_TIMEOUT_S = 600
-QUOTA_FRACTION = 0.7
+QUOTA_FRACTION = 0.8
 """Part of the lab's quotas that the workers get, so that other work on the machine has room beside them."""
 COUNTED_STEPS = 10
 """Train steps between two looks at the uplink's counters."""
@@ -42,10 +43,10 @@ def parse_options() -> argparse.Namespace:
     """Returns the command line; the defaults take about four minutes on two cores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for everything the demo leaves")
-    parser.add_argument("--steps", type=int, default=90, help="train steps of each system")
+    parser.add_argument("--steps", type=int, default=60, help="train steps of each system")
     parser.add_argument("--batch", type=int, default=56, help="sequences in a step")
-    parser.add_argument("--warm-up", type=int, default=20, help="steps before the measured ones")
-    parser.add_argument("--kill-after", type=int, default=50, help="steps of ringweave before the kill")
+    parser.add_argument("--warm-up", type=int, default=15, help="steps before the measured ones")
+    parser.add_argument("--kill-after", type=int, default=36, help="steps of ringweave before the kill")
     parser.add_argument("--script-options", default="", help="further options of the script")
     options = parser.parse_args()
     if not 0 < options.warm_up < options.kill_after < options.steps:
@@ -103,6 +104,12 @@ def quotas_of(place: Lab) -> dict[str, int]:
     return {node: int(quotas[0] * QUOTA_FRACTION) for node, quotas in (place.quotas or {}).items()}
 
 
+def limit(place: Lab, *, is_on: bool) -> None:
+    """Gives the devices their quotas, or a whole processor each."""
+    for node, quota_us in quotas_of(place).items():
+        place.set_quota(node, 0, quota_us if is_on else QUOTA_PERIOD_US)
+
+
 @contextlib.contextmanager
 def lab_up() -> Iterator[Lab]:
     """A lab, which is taken down at the end, also if this process is killed."""
@@ -140,8 +147,7 @@ def run_gloo(place: Lab, options: argparse.Namespace) -> demo_data.Run:
             environ = {"GLOO_SOCKET_IFNAME": place.interfaces(node.name)[0], "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
             log = stack.enter_context((out / "logs" / f"{node.name}.log").open("w"))
             processes.append(start(place.command(node.name, command, device=0), log, environ))
-        watch = Watch(place=place, processes=processes, folder=out, options=options)
-        return watch.follow("DDP on Gloo")
+        return Watch(place=place, processes=processes, folder=out, options=options).follow("DDP on Gloo")
 
 
 def run_ringweave(place: Lab, options: argparse.Namespace) -> demo_data.Run:
@@ -151,6 +157,7 @@ def run_ringweave(place: Lab, options: argparse.Namespace) -> demo_data.Run:
     size = len(place.cluster.nodes)
     say(f"ringweave, with a kill -9 of rank {KILLED_RANK} after step {options.kill_after}:")
     run = ["lab", "run", "--lab", place.name, "--run-dir", str(out), "--elastic", f"{size - 1}:{size}"]
+    limit(place, is_on=True)
     with (out / "logs" / "launcher.log").open("w") as log:
         process = start([*RINGWEAVE, *run, *script(options, out)], log, {})
         watch = Watch(place=place, processes=[process], folder=out, options=options, kills=True)
@@ -188,10 +195,12 @@ class Watch:
         Raises:
             SystemExit: A process failed, or the run did not end; the last lines of its output are shown.
         """
-        self.limit(is_on=False)  # importing torch at a tenth of a processor would take most of the demo
-        deadline, told = time.monotonic() + RUN_TIMEOUT_S, 0
+        deadline, told, is_started = time.monotonic() + RUN_TIMEOUT_S, 0, False
         try:
             while any(process.poll() is None for process in self.processes):
+                if not is_started and self.have_workers_started():
+                    is_started = True  # importing torch at a tenth of a processor would take most of the demo
+                    limit(self.place, is_on=False)
                 train_step = demo_data.last_step(self.folder)
                 if train_step is not None:
                     self.act(train_step)
@@ -211,28 +220,32 @@ class Watch:
             raise SystemExit(f"{name}: failed. The end of its output:\n{self.last_output()}")
         return demo_data.load_run(name, self.folder, self.counters, self.kill)
 
+    def have_workers_started(self) -> bool:
+        """Returns True once all workers run, which were told their quotas then: ringweave plans with these."""
+        if not self.kills:
+            return True
+        return len(self.started_workers()) >= len(self.place.cluster.nodes)
+
+    def started_workers(self) -> list[Mapping[str, Any]]:
+        """Returns ringweave's events of workers that were started."""
+        return [each for each in read_events(self.folder / "events.jsonl") if each["kind"] == "worker_started"]
+
     def act(self, train_step: int) -> None:
         """Does what is due at a train step."""
         options = self.options
         is_over = train_step >= options.steps
         is_due = not self.counters or train_step - max(self.counters) >= COUNTED_STEPS or is_over
         if is_due and train_step not in self.counters:
-            self.limit(is_on=not is_over)
+            limit(self.place, is_on=not is_over)
             self.counters[train_step] = self.place.bytes_on_links()
         if self.kills and self.kill is None and train_step >= options.kill_after:
             os.kill(self.killed_pid(), signal.SIGKILL)
             self.kill = demo_data.Kill(rank=KILLED_RANK, train_step=train_step, at_s=time.monotonic())
             print(f"  step {train_step}: rank {KILLED_RANK} is killed", flush=True)
 
-    def limit(self, *, is_on: bool) -> None:
-        """Gives the devices their quotas, or a whole processor each."""
-        for node, quota_us in quotas_of(self.place).items():
-            self.place.set_quota(node, 0, quota_us if is_on else QUOTA_PERIOD_US)
-
     def killed_pid(self) -> int:
         """Returns the process id of the worker that is to be killed."""
-        started = [each for each in read_events(self.folder / "events.jsonl") if each["kind"] == "worker_started"]
-        return next(each["pid"] for each in started if each["rank"] == KILLED_RANK)
+        return next(each["pid"] for each in self.started_workers() if each["rank"] == KILLED_RANK)
 
     def last_output(self) -> str:
         """Returns the last lines of all logs."""

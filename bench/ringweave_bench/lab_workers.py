@@ -95,3 +95,24 @@ class LinkBytes:
         while not self._has_ended.wait(self._interval_s):
             sent = self._place.bytes_on_links()
             self._samples.append((time.time(), sum(count for link, count in sent.items() if self._counts(link))))
+
+
+@contextmanager
+def extra_machine(found: Lab, address: str) -> Iterator[Callable[[Sequence[str]], list[str]]]:
+    """Connect one more machine to a switch of a lab, with no part in its cluster; yield what makes commands there.
+
+    Needs root.
+    """
+    space, switch = f"{found.name}-stranger", found.layout.switch_namespace
+    try:
+        for line in (
+            f"netns add {space}",
+            f"-n {switch} link add stranger type veth peer name eth0 netns {space}",
+            f"-n {switch} link set stranger master {next(iter(found.layout.bridges.values()))} up",
+            f"-n {space} link set eth0 up",
+            f"-n {space} addr add {address}/16 dev eth0",
+        ):
+            subprocess.run(["ip", *line.split()], check=True)
+        yield lambda argv: ["ip", "netns", "exec", space, *argv]
+    finally:
+        subprocess.run(["ip", "netns", "del", space], check=False, stderr=subprocess.DEVNULL)

@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import ringweave
 from ringweave.environment import WorkerEnvironment
-from ringweave.planning import modes
+from ringweave.jobs import modes
 from ringweave.training import Asynchronous
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.data import order

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import socket
+import struct
 import threading
 import time
 from collections import OrderedDict
@@ -104,6 +105,10 @@ class ConnectionLimiter:
             if error.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
                 raise
             return None  # it was aborted, another thread has accepted it, or there was none in the listener's own time
+        if sock.family == socket.AF_UNIX and not _is_own_user(sock):
+            self.num_refused += 1
+            sock.close()
+            return None
         source = address[0] if isinstance(address, tuple) else LOCAL_SOURCE
         with self._lock:
             if self._reserve is None:
@@ -220,6 +225,13 @@ class ConnectionLimiter:
         time.sleep(_PAUSE_S)
 
 
+def _is_own_user(sock: socket.socket) -> bool:
+    """Return whether a process of this user, or of root, is at the other end of a Unix socket."""
+    user = _UNIX_CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UNIX_CREDENTIALS.size))[1]
+    return user in (os.geteuid(), 0)
+
+
+_UNIX_CREDENTIALS = struct.Struct("3i")
 _PAUSE_S = 0.01
 """Pause while descriptors are used up: who holds them needs the processor."""
 
@@ -245,6 +257,11 @@ class LimitedListener:
     def is_open(self) -> bool:
         """True until it is closed."""
         return self._listener.fileno() >= 0
+
+    @property
+    def is_in_use(self) -> bool:
+        """True until it is closed and all it has accepted has ended; keep it so long: a loop keeps no task alive."""
+        return self.is_open or bool(self._tasks)
 
     def start(self) -> None:
         """Accept connections from now on; in the thread of the loop."""

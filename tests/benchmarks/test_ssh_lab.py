@@ -18,6 +18,7 @@ from ringweave.errors import LabError
 from ringweave_bench import ssh_lab, ssh_node
 from ringweave_bench.ssh_lab import SshLab
 from tests import demands
+from tests.polling import wait_until
 
 pytestmark = pytest.mark.slow
 BATCH = ["-o", "BatchMode=yes"]
@@ -93,7 +94,7 @@ def test_a_process_gets_its_signals_and_its_exit_status_is_its_own(trio: SshLab)
 def test_sessions_and_processes_are_killed_and_sshd_stays(trio: SshLab) -> None:
     node = trio.nodes[1]
     clients = [trio.nodes[0].popen(["ssh", *BATCH, "n1", f"sleep {seconds}"]) for seconds in (1001, 1002)]
-    wait_for(lambda: sum(each.command.startswith("sleep 100") for each in node.processes()) == 2)
+    wait_until(lambda: sum(each.command.startswith("sleep 100") for each in node.processes()) == 2)
     node.kill_ssh_sessions()
     assert [client.wait(60) for client in clients] == [255, 255]
     assert any(each.command.startswith("sleep 100") for each in node.processes())
@@ -226,8 +227,8 @@ def test_nothing_is_left(request: pytest.FixtureRequest, by: str) -> None:
         name, *pids = owner.stdout.readline().split()
         assert len(pids) == 2
         owner.send_signal(signal.SIGKILL if by == "a kill" else signal.SIGINT)
-    wait_for(lambda: name not in lab.names())
-    wait_for(lambda: not any(is_alive(int(pid)) for pid in pids))
+    wait_until(lambda: name not in lab.names())
+    wait_until(lambda: not any(is_alive(int(pid)) for pid in pids))
     assert name not in Path("/proc/self/mountinfo").read_text()
     assert not list(Path("/run/netns").glob(f"rw-{name}:*"))
 
@@ -256,10 +257,3 @@ def is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def wait_for(is_true) -> None:
-    deadline_s = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)

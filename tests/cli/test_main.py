@@ -80,13 +80,17 @@ UNUSED_BY_SUBMIT = UNUSED_BY_STATUS | {
 }
 
 
-def test_submit_and_status_load_only_what_they_need(tmp_path: Path) -> None:
+UNUSED_BY_RUN = {"numpy", "ringweave.cost", "ringweave.planning", "ringweave.platforms", "ringweave.schedules", "torch"}
+
+
+def test_submit_status_and_run_load_only_what_they_need(tmp_path: Path) -> None:
     """Of 200 commands at once, each needs the processor for what it imports."""
     (tmp_path / "job.py").write_text("")
     environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
     submit = ["submit", "-y", "--detach", "--cpu-workers", "1", "--capacity", "1", "--min-per-node", "1"]
     submit += ["--script", "job.py", "--name", "tiny"]
-    for argv, unused in ((submit, UNUSED_BY_SUBMIT), (["status", "tiny"], UNUSED_BY_STATUS)):
+    status, run = ["status", "tiny"], ["run", "--mode", "sync", "--elastic", "1:2", "--run-dir", "run", "--", "true"]
+    for argv, unused in ((submit, UNUSED_BY_SUBMIT), (status, UNUSED_BY_STATUS), (run, UNUSED_BY_RUN)):
         code = (
             "import sys; from ringweave.platforms.local import supervisor; from ringweave.cli import main;"
             "supervisor.ensure_supervisor = lambda *_: None;"

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ringweave.testing.ranks import announce
+from tests.polling import wait_until
 
 _STALLED = 101_000
 _OTHER = 102_000
@@ -126,6 +127,4 @@ def _stall() -> list[str]:
 
 
 def _wait_until_empty(jobs: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not jobs.empty() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(jobs.empty)

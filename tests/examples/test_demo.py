@@ -7,8 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from support import demo_data, demo_page
 from support.demo_data import Kill, Run, Setting
 from tests.ending import ended
 from tests.pictures.overlapping import overlaps
+from tests.polling import wait_until
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 BATCH, STEPS = 8, 6
@@ -177,13 +176,6 @@ def test_a_demo_that_is_killed_leaves_no_lab(out: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
     wait_until(lambda: name not in lab.names())
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @pytest.mark.slow

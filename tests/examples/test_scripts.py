@@ -1,4 +1,4 @@
-"""The examples as a reader runs them: real processes under torch's own launcher."""
+"""The examples as a reader runs them: ordinary scripts under torchrun, the others under `ringweave run`."""
 
 import ast
 import json
@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,19 +23,18 @@ EITHER_WAY = "04_text_unequal.py"
 ORDINARY = [path for path in SCRIPTS if path.name not in (PREPARED, PIPELINE, EITHER_WAY)]
 
 
-def start(script: str, num_workers: int, arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_workers}"]
-    return subprocess.Popen(
-        [*command, str(EXAMPLES / script), *arguments.split()],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-def run(script: str, num_workers: int, arguments: str) -> str:
-    with ended(start(script, num_workers, arguments)) as process:
+def ringweave_run(folder: Path, num_workers: int = 2) -> tuple[str, ...]:
+    return ("ringweave", "run", f"--workers={num_workers}", f"--run-dir={folder / 'run'}")
+
+
+def run(launcher: Sequence[str], script: str, arguments: str) -> str:
+    command = [sys.executable, "-m", *launcher, str(EXAMPLES / script), *arguments.split()]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    started = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with ended(started) as process:
         output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     return output
@@ -44,7 +44,7 @@ def run(script: str, num_workers: int, arguments: str) -> str:
 @pytest.mark.thorough
 @pytest.mark.distributed
 def test_digits_are_learned_by_two_workers(tmp_path):
-    output = run("02_digits.py", 2, f"--out {tmp_path}")
+    output = run(TORCHRUN, "02_digits.py", f"--out {tmp_path}")
     accuracy = json.loads((tmp_path / "run.json").read_text())["test_accuracy"]
     assert accuracy > 0.95
     assert f"test accuracy: {accuracy:.1%}" in output
@@ -63,7 +63,7 @@ def test_too_little_training_is_a_failure_and_needs_no_launcher():
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_digits_are_learned_with_three_lines_more(tmp_path):
-    output = run(PREPARED, 2, f"--epochs 8 --out {tmp_path}")
+    output = run(ringweave_run(tmp_path), PREPARED, f"--epochs 8 --out {tmp_path}")
     accuracy = json.loads((tmp_path / "run.json").read_text())["test_accuracy"]
     assert accuracy > 0.95
     assert f"test accuracy: {accuracy:.1%}" in output
@@ -72,10 +72,10 @@ def test_digits_are_learned_with_three_lines_more(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_bert_learns_in_four_stages():
+def test_bert_learns_in_four_stages(tmp_path):
     pytest.importorskip("transformers", reason="the extra hf is not installed")
     sizes = "--layers 2 --width 32 --context 16 --batch 16 --microbatches 4"
-    output = run(PIPELINE, 4, f"--steps 60 --schedule 1f1b-overlap {sizes}")
+    output = run(ringweave_run(tmp_path, 4), PIPELINE, f"--steps 60 --schedule 1f1b-overlap {sizes}")
     losses = [float(loss) for loss in re.findall(r"step \d+: (\d+\.\d+) nats per masked byte", output)]
     assert len(losses) == 6
     assert losses[-1] < losses[0] - 0.5
@@ -88,7 +88,7 @@ def test_a_training_is_the_same_by_ddp_and_by_ringweave(tmp_path):
     sizes = "--steps 6 --batch 8 --layers 1 --width 32 --max-bytes 300000 --held-out-windows 8 --sample-bytes 20"
     found = []
     for name, way in (("ddp", "--ddp "), ("ringweave", "")):
-        output = run(EITHER_WAY, 2, f"{way}{sizes} --out {tmp_path / name}")
+        output = run(ringweave_run(tmp_path / name), EITHER_WAY, f"{way}{sizes} --out {tmp_path / name}")
         of_run = demo_data.load_run(name, tmp_path / name, {}, None)
         assert f"held out: {of_run.result['held_out_nats_per_byte']:.3f} nats per byte" in output
         assert "a bigram model: " in output

@@ -1,6 +1,7 @@
 """Elastic job of real processes without a launcher: coordinators in this process, workers that a test can kill."""
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -326,6 +327,7 @@ def own_member() -> str:
 def _elastic_worker_main(
     pipe: Connection, variables: dict[str, str], function: Callable[..., Any], args: tuple
 ) -> None:
+    gc.freeze()  # as `ranks` does
     import torch
 
     os.environ.update(variables)

@@ -101,7 +101,7 @@ class FakeHosts:
 
     def wait(self, condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
         """Wait until the condition holds."""
-        polling.poll_until(condition, lambda: what, timeout_s, 0.05)
+        polling.wait_until(condition, what, timeout_s, 0.05)
 
     def end(self) -> None:
         """Kill everything that is left."""

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from ringweave_bench import ssh_lab
 from ringweave_bench.ssh_lab import SshLab
 from ringweave_bench.ssh_node import SshNode
 from tests import demands
+from tests.polling import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RINGWEAVE = [sys.executable, "-P", "-m", "ringweave"]
@@ -60,10 +60,7 @@ def run_processes(node: SshNode) -> list[str]:
 
 
 def wait_until_idle(node: SshNode) -> None:
-    deadline_s = time.monotonic() + 60.0
-    while found := run_processes(node):
-        assert time.monotonic() < deadline_s, found
-        time.sleep(0.1)
+    wait_until(lambda: not run_processes(node), lambda: run_processes(node))
 
 
 @pytest.mark.thorough
@@ -189,10 +186,7 @@ def test_a_node_behind_address_translation_joins_an_elastic_run_that_trains(four
     for node in (second, third):  # another one of the first two holds the store of the next generation
         before = num_generations(first)
         kill_workers(node)
-        deadline_s = time.monotonic() + 90.0
-        while num_generations(first) <= before + 1:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.2)
+        wait_until(lambda before=before: num_generations(first) > before + 1)
         wait_for_members(first, 3)
     first.run([*RINGWEAVE, "stop", "train"])
     _, errors = command.communicate(timeout=120)
@@ -217,10 +211,9 @@ def num_generations(node: SshNode) -> int:
 
 
 def wait_for_members(node: SshNode, count: int) -> None:
-    deadline_s = time.monotonic() + 120.0
-    while not (found := generations(node)) or len(found[-1]["members"]) != count:
-        assert time.monotonic() < deadline_s, found[-1:]
-        time.sleep(0.3)
+    wait_until(
+        lambda: [len(each["members"]) for each in generations(node)[-1:]] == [count], lambda: generations(node)[-1:]
+    )
 
 
 def kill_workers(node: SshNode) -> None:

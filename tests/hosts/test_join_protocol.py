@@ -33,6 +33,7 @@ from ringweave.platforms.hosts.quorum_election import LEASE_S, Ballot, Leadershi
 from ringweave.platforms.hosts.run_entry import HostEndpoint, RunEntry, dump_entry, parse_entry
 from ringweave.platforms.submission import JobOrigin
 from ringweave.rpc import CertificateAuthority, Credentials, RpcClient, TlsAuthentication
+from tests.polling import wait_until
 
 PATIENCE_S = 60.0
 NOW = 1_800_000_000.0
@@ -484,13 +485,6 @@ def ask(port: int, request: JoinRequest, key: bytes = TOKEN.authority_key) -> Jo
         answer = client.call(request, timeout_s=PATIENCE_S).message
     assert isinstance(answer, JoinAnswer)
     return answer
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        threading.Event().wait(0.01)
 
 
 def test_of_many_at_once_one_gets_the_seat(desk: Desk) -> None:

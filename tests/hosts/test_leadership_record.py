@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ringweave.errors import LaunchError, NotLeaderError
 from ringweave.param_server import leadership_log
 from ringweave.param_server.leadership import LeadershipRecord
-from ringweave.platforms.hosts import leadership_record
+from ringweave.platforms.hosts import host_runtime
 from ringweave.platforms.hosts.messages import LeadershipAnswer, LeadershipRequest
 from ringweave.platforms.hosts.run_entry import RunEntry, dump_entry, parse_entry
 from tests import effort
@@ -42,7 +42,7 @@ class EntryLog:
     def ask(self, record: LeadershipRecord | None, round_: int = ROUND) -> LeadershipAnswer:
         text = None if record is None else leadership_log.dump_record(record)
         try:
-            return leadership_record.commit_record(LeadershipRequest(round=round_, record=text), self.change)
+            return host_runtime.commit_leadership(LeadershipRequest(round=round_, record=text), self.change)
         except LaunchError as error:
             raise NotLeaderError(str(error)) from error
 

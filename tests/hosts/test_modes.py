@@ -38,7 +38,8 @@ def test_rings_and_a_parameter_server(hosts: FakeHosts) -> None:
     assert counted["samples"] == 390
 
 
-@pytest.mark.parametrize("mode", [pytest.param("balanced", marks=pytest.mark.thorough), "auto"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["balanced", "auto"])
 def test_shares_and_the_planners_choice(hosts: FakeHosts, mode: str) -> None:
     folder, said = run_in_mode(hosts, mode)
     trained = json.loads((folder / "run.json").read_text())["training"]

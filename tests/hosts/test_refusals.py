@@ -1,15 +1,18 @@
 """Hosts that cannot be used: one line for each, which names the host and a mend, and nothing is left."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ringweave.cli.main import run_command_line
 from ringweave.errors import UsageError
 from ringweave.platforms.hosts import host_list, script_files, ssh
 from ringweave.platforms.hosts.host_list import HostSpec
 from tests.hosts.conftest import FakeHosts
 
+ErrorOf = Callable[..., str]
 REFUSALS = {
     "ssh: connect to host b port 22: Connection refused": "no ssh server at its port",
     "ssh: connect to host b port 22: Connection timed out": "no answer",
@@ -25,9 +28,19 @@ REFUSALS = {
 }
 
 
+HOST = HostSpec(node="b", destination="u@b", workers=1)
+
+
 @pytest.mark.parametrize("text", REFUSALS)
-def test_what_ssh_says_becomes_one_line_with_a_mend(hosts: FakeHosts, text: str) -> None:
+def test_what_ssh_says_becomes_one_line_with_a_mend(text: str) -> None:
+    error = str(ssh.ssh_error(HOST, text.splitlines(), 255))
+    assert error.startswith(f"host b: {REFUSALS[text]!r}, expected an answer by ssh.")
+    assert "\n" not in error
+
+
+def test_a_host_that_refuses_ends_the_run_with_one_line_and_nothing_is_left(hosts: FakeHosts) -> None:
     hosts.write_script("")
+    text = list(REFUSALS)[4]
     (hosts.root / "b.refuses").write_text(text + "\n")
     done = hosts.run("run", "--hosts", "a,b,c", "train.py")
     assert done.returncode == 1
@@ -53,9 +66,9 @@ def test_an_interpreter_without_ringweave_is_named(hosts: FakeHosts) -> None:
 
 
 def test_the_last_line_of_ssh_is_shown() -> None:
-    error = ssh.ssh_error(HostSpec(node="b", destination="u@b", workers=1), ["Connection refused"], 255)
+    error = ssh.ssh_error(HOST, ["Connection refused"], 255)
     assert str(error).endswith("[--hosts: Connection refused]")
-    silent = ssh.ssh_error(HostSpec(node="b", destination="u@b", workers=1), [], 255)
+    silent = ssh.ssh_error(HOST, [], 255)
     assert "host b: 'ssh ended with exit code 255'" in str(silent)
 
 
@@ -120,31 +133,46 @@ def test_too_many_bytes_are_refused_with_the_largest(tmp_path: Path) -> None:
         script_files.collect_files(tmp_path)
 
 
-def test_programs_that_are_not_here_are_refused_before_any_host_is_asked(hosts: FakeHosts) -> None:
-    folder = hosts.write_script("")
+@pytest.fixture
+def error_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> ErrorOf:
+    """`error_of("run", ..)`: what a command says that is refused for wrong usage; no host can be asked."""
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def run(*words: str) -> str:
+        assert run_command_line(list(words)) == 2
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_programs_that_are_not_here_are_refused_before_any_host_is_asked(tmp_path: Path, error_of: ErrorOf) -> None:
     for words, text in (
         (("-m", "nosuch"), "module: 'nosuch', expected a module that `python -m` finds from this directory."),
         (("--", "./nosuch"), "command: './nosuch', expected a program on the PATH, or the path of one."),
     ):
-        done = hosts.run("run", "--hosts", "wrong", *words)
-        assert (done.returncode, text in done.stderr) == (2, True), done.stderr
+        assert text in error_of("run", "--hosts", "wrong", *words)
     job = "name: filed\ncpu_workers: 1\nmin_per_node: 1\nnodes: [{name: wrong, capacity: 1}]\n"
     for program in ("script: sub/nosuch.py", "module: nosuch", "command: ./nosuch"):
-        (folder / "job.yaml").write_text(f"{job}{program}\n")
-        done = hosts.run("submit", "--on", "hosts", "--yes", "job.yaml")
-        key = program.partition(":")[0]
-        assert (done.returncode, f"error: {key}: " in done.stderr) == (2, True), done.stderr
+        (tmp_path / "job.yaml").write_text(f"{job}{program}\n")
+        assert f"error: {program.partition(':')[0]}: " in error_of("submit", "--on", "hosts", "--yes", "job.yaml")
 
 
-def test_options_that_hosts_do_not_have_are_refused(hosts: FakeHosts) -> None:
-    hosts.write_script("")
-    done = hosts.run("run", "--hosts", "a", "--workers", "2", "train.py")
-    assert done.returncode == 2
-    assert "--hosts: 'beside --workers', expected none of these. Leave --workers out" in done.stderr
-    done = hosts.run("run", "--install", "train.py")
-    assert "--install: 'no --hosts', expected a run on hosts. Add --hosts, or leave it out." in done.stderr
-    words = ("run", "--hosts", "a,b", "--standby")
-    done = hosts.run(*words, "--mode", "ps-hra", "train.py")
-    assert "--standby: 'no --elastic', expected an elastic run on hosts. Add --elastic MIN:MAX, or leave" in done.stderr
-    done = hosts.run(*words, "--elastic", "1:2", "--mode", "sync", "train.py")
-    assert "--standby with --mode: 'sync', expected ps-hra, ps or local. Leave --standby out" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--hosts a --workers 2", "--hosts: 'beside --workers', expected none of these. Leave --workers out"),
+        ("--install", "--install: 'no --hosts', expected a run on hosts. Add --hosts, or leave it out."),
+        (
+            "--hosts a,b --standby --mode ps-hra",
+            "--standby: 'no --elastic', expected an elastic run on hosts. Add",
+        ),
+        (
+            "--hosts a,b --standby --elastic 1:2 --mode sync",
+            "--standby with --mode: 'sync', expected ps-hra, ps or local. Leave --standby out",
+        ),
+    ],
+)
+def test_options_that_hosts_do_not_have_are_refused(words: str, text: str, error_of: ErrorOf) -> None:
+    assert text in error_of("run", *words.split(), "train.py")

@@ -21,7 +21,7 @@ from ringweave.platforms.hosts.relay import Relay
 from ringweave.platforms.hosts.run_entry import HostEndpoint
 from ringweave.relayed_address import find_listeners
 from ringweave.rpc import CertificateAuthority, Credentials, RpcServer, TlsAuthentication
-from tests.membership.waiting import wait_until
+from tests.polling import wait_until
 
 AUTHORITY = CertificateAuthority("train-1")
 TIMEOUT_S = 20.0

@@ -2,12 +2,16 @@
 
 import json
 import os
+import random
 import signal
+import socket
 from typing import Any
 
 import psutil
 import pytest
 
+from ringweave import ports
+from ringweave.ports import PortRange
 from tests.hosts.conftest import FakeHosts
 from tests.hosts.test_join import JOB, read_checks
 
@@ -33,18 +37,54 @@ ALL_OPTIONS = ("--schedule", "ring", "--no-tuning", "--order", "round-robin", "-
 ALL_OPTIONS += ("--max-loss-increase", "0.5%")
 
 
-def run_ddp(hosts: FakeHosts, *words: str) -> tuple[list[str], dict[str, Any]]:
-    """Run on two workers on `a` and one on `b`; return the lines of the workers, and run.json."""
+SHOWS_PORTS = """
+import psutil
+services = [each for each in psutil.process_iter(["cmdline"]) if {root!r} in str(each.info["cmdline"])]
+services = [each for each in services if "ringweave.platforms.hosts.service" in each.info["cmdline"]]
+for name, processes in (("own", [psutil.Process()]), ("of services", services)):
+    found = [port for each in processes for port in each.net_connections("tcp") if port.status == "LISTEN"]
+    print("ports", name, *(each.laddr.port for each in found))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def free_range(count: int) -> PortRange:
+    """Return a range of so many ports below the kernel's, on which nothing listens now."""
+    for low in random.Random().sample(range(12_000, 30_000, count), 100):
+        try:
+            for port in range(low, low + count):
+                socket.create_server(("", port)).close()
+        except OSError:
+            continue
+        return PortRange(low, low + count - 1)
+    raise AssertionError("no free range")
+
+
+def run_ddp(hosts: FakeHosts, *words: str) -> tuple[list[str], dict[str, Any], str]:
+    """Run on two workers on `a` and one on `b`; return the lines of the workers, run.json, and its standard error."""
     folder = hosts.root / "user" / "project"
     done = hosts.run("run", "--hosts", "a:2,b:1", "--run-dir", "out", *words, timeout_s=240.0)
     assert done.returncode == 0, done.stderr
-    return sorted(done.stdout.splitlines()), json.loads((folder / "out" / "run.json").read_text())
+    return sorted(done.stdout.splitlines()), json.loads((folder / "out" / "run.json").read_text()), done.stderr
 
 
-def test_every_option_reaches_the_workers_of_all_hosts(hosts: FakeHosts) -> None:
-    hosts.write_script(DDP)
-    lines, record = run_ddp(hosts, *ALL_OPTIONS, "train.py")
-    assert lines == [f"[{rank}] told {node} ring 0 1 1 0.5% mean 24.0" for rank, node in enumerate(("a", "b", "a"))]
+def test_every_option_reaches_the_workers_of_all_hosts_and_listeners_stay_in_their_ports(hosts: FakeHosts) -> None:
+    within = free_range(60)
+    hosts.write_script(DDP.replace("dist.destroy_process_group()", "") + SHOWS_PORTS.format(root=str(hosts.root)))
+    lines, record, said = run_ddp(hosts, *ALL_OPTIONS, "--ports", str(within), "train.py")
+    own, of_services = (
+        [[int(port) for port in line.partition(f"{name} ")[2].split()] for line in lines if f"ports {name}" in line]
+        for name in ("own", "of services")
+    )
+    each = ports.LISTENERS_PER_WORKER + ports.ENCRYPTED_LISTENERS_PER_WORKER
+    assert sorted(sum(port in within for port in line) for line in own) == [each, each, each + 1]  # one has the store
+    assert all(port in within or port in ports.kernel_ports() for line in own for port in line), own
+    assert len(of_services) == 3
+    assert all(len(line) == 2 and all(port in within for port in line) for line in of_services), of_services
+    assert f"listeners of Gloo and NCCL stay outside of {within}" in said
+    told = [line for line in lines if "told" in line]
+    assert told == [f"[{rank}] told {node} ring 0 1 1 0.5% mean 24.0" for rank, node in enumerate(("a", "b", "a"))]
     assert {key: record[key] for key in ("schedule", "tuning", "order", "leader_per_nic")} == {
         "schedule": "ring",
         "tuning": False,
@@ -59,7 +99,7 @@ def test_every_option_reaches_the_workers_of_all_hosts(hosts: FakeHosts) -> None
 @pytest.mark.thorough
 def test_without_options_a_named_backend_stays(hosts: FakeHosts) -> None:
     hosts.write_script(DDP)
-    lines, record = run_ddp(hosts, "train.py")
+    lines, record, _ = run_ddp(hosts, "train.py")
     assert lines == [
         f"[{rank}] told {node} None None None None None mean 24.0" for rank, node in enumerate(("a", "a", "b"))
     ]

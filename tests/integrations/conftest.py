@@ -1,8 +1,8 @@
 """Libraries that the ranks of these tests use, imported once."""
 
 import importlib.util
-import multiprocessing.forkserver
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 import pytest
 
@@ -26,10 +26,12 @@ def library(request: pytest.FixtureRequest) -> Iterator[str]:
     for module in LIBRARIES[name]:
         if importlib.util.find_spec(module.partition(".")[0]) is None:
             pytest.skip(f"{module.partition('.')[0]} is not installed")
-    server = multiprocessing.forkserver._forkserver  # pyrefly: ignore - the standard library has no public way to stop it
-    before = list(ranks.PRELOADED_MODULES)
-    server._stop()
-    ranks.PRELOADED_MODULES += LIBRARIES[name]
-    yield name
-    server._stop()
-    ranks.PRELOADED_MODULES[:] = before
+    own = forkserver.ForkServer()
+    with pytest.MonkeyPatch.context() as patch:
+        # The standard library has one server, and no public way to another.
+        patch.setattr(forkserver, "_forkserver", own)
+        for each in ("ensure_running", "get_inherited_fds", "connect_to_new_process", "set_forkserver_preload"):
+            patch.setattr(forkserver, each, getattr(own, each))
+        patch.setattr(ranks, "PRELOADED_MODULES", [*ranks.PRELOADED_MODULES, *LIBRARIES[name]])
+        yield name
+        own._stop()

@@ -24,6 +24,7 @@ from tests.fakes.kubernetes import validation
 from tests.fakes.kubernetes.fake_cluster import FakeCluster
 from tests.fakes.kubernetes.operator_process import OperatorProcess
 from tests.fakes.kubernetes.simulated_kubelet import SimulatedKubelet
+from tests.polling import wait_until
 
 SOON_S = 250.0
 SERVICE_ACCOUNTS = api_client.ResourceKind(api_version="v1", kind="ServiceAccount", plural="serviceaccounts")
@@ -236,10 +237,7 @@ def _define(kube: Kube) -> Object | None:
         return any(name.endswith(f".{names.CRD_KIND}") for name in described.get("components", {}).get("schemas", ()))
 
     for holds in (established, served):
-        deadline_s = time.monotonic() + SOON_S
-        while not holds():
-            assert time.monotonic() < deadline_s, f"the resource is not {holds.__name__}"
-            time.sleep(0.05)
+        wait_until(holds, f"the resource is {holds.__name__}")
     return known
 
 

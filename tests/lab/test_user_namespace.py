@@ -19,6 +19,7 @@ import pytest
 from ringweave import lab
 from ringweave.errors import LabError
 from ringweave.lab import cpu_quotas, tools, user_namespace
+from tests.polling import wait_until
 
 USER = 10_000_000 + os.getpid()
 """A user that no machine has, another one in each process of tests here: a user has one namespace for all labs."""
@@ -71,10 +72,7 @@ class OrdinaryUser:
         return [each for each in found if os.geteuid() == 0 or user_namespace.__name__ in (each.info["cmdline"] or [])]
 
     def wait_nothing_left(self) -> None:
-        deadline = time.monotonic() + 120
-        while left := self.processes():
-            assert time.monotonic() < deadline, left
-            time.sleep(0.1)
+        wait_until(lambda: not self.processes(), self.processes)
 
 
 def python_path() -> str:

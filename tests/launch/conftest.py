@@ -14,14 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import polling
+from ringweave.telemetry import Event, read_events
 from tests.lab import fixtures
+from tests.polling import DEADLINE_S, wait_until
 
 lab_name, lab_problems = fixtures.lab_name, fixtures.lab_problems
 
-DEADLINE_S = 300
-"""What takes longer hangs: a busy machine needs many times what an idle one does. pytest's own limit, which does not
-say what never came, is longer."""
 _CLI = "from ringweave.cli.main import main; main()"
 
 
@@ -51,21 +49,19 @@ class Run:
     def log(self, rank: int) -> str:
         return (self.run_dir / "logs" / f"rank-{rank}.log").read_text(errors="replace")
 
+    def events(self, kind: str = "") -> list[Event]:
+        """Events of the log, of one kind if it is named."""
+        return [each for each in read_events(self.run_dir / "events.jsonl") if kind in ("", each["kind"])]
+
     def pids(self) -> dict[int, int]:
         """Rank -> pid of the workers, as the event log has them."""
-        lines = (self.run_dir / "events.jsonl").read_text().splitlines()
-        events = [json.loads(line) for line in lines]
-        return {event["rank"]: event["pid"] for event in events if event["kind"] == "worker_started"}
+        return {event["rank"]: event["pid"] for event in self.events("worker_started")}
 
     def wait_printed(self, text: str, times: int = 1) -> None:
         wait_until(lambda: self.stdout.count(text) >= times, f"{text!r} {times} times in {self.stdout!r}")
 
     def wait_ended(self) -> int:
         return self.process.wait(timeout=DEADLINE_S)
-
-
-def wait_until(claim: Callable[[], bool], what: str | Callable[[], str], deadline_s: float = DEADLINE_S) -> None:
-    polling.poll_until(claim, (lambda: what) if isinstance(what, str) else what, deadline_s)
 
 
 def is_gone(pid: int) -> bool:

@@ -2,8 +2,8 @@ import itertools
 
 import pytest
 
-from ringweave.launcher.launcher import WorkerExit
 from ringweave.launcher.outcome import WorkerFailure, conclude_run, find_exception, first_cause, run_failure_text
+from ringweave.launcher.workers import WorkerExit
 
 TRACEBACK = "Traceback (most recent call last):"
 

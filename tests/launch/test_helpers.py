@@ -11,7 +11,7 @@ import pytest
 
 from ringweave import topology
 from ringweave.launcher import local_run, processes
-from ringweave.launcher.local_run import RunRequest
+from ringweave.launcher.local_run import RunOptions, RunRequest
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import WorkerProgram
@@ -44,13 +44,11 @@ def test_a_server_that_was_started_again_is_stopped_by_the_run(tmp_path: Path, m
     (tmp_path / "s.py").write_text(WAITS)
     run_dir = RunDir(root=tmp_path / "run")
     request = RunRequest(
-        program=WorkerProgram(target=str(tmp_path / "s.py")),
+        options=RunOptions(program=WorkerProgram(target=str(tmp_path / "s.py")), mode="ps-hra", has_standby=True),
         cluster=topology.loads(PAIR),
         cluster_text=PAIR,
         cluster_path=None,
         run_dir=run_dir,
-        mode="ps-hra",
-        has_standby=True,
         node_context=FirstOneFails(),
     )
     said = [io.TextIOWrapper(io.BytesIO()) for _ in range(2)]

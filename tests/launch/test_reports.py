@@ -1,7 +1,7 @@
 import signal
 
-from ringweave.launcher.launcher import WorkerExit
 from ringweave.launcher.outcome import WorkerFailure, conclude_run, run_failure_text
+from ringweave.launcher.workers import WorkerExit
 
 
 def death(rank: int, how: str | int, *lines: str, stopped: bool = False) -> WorkerFailure:

@@ -10,7 +10,7 @@ from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.services import JobServer, SidecarEndpoint
 from ringweave.rpc import CertificateAuthority, Credentials
-from tests.launch.conftest import wait_until
+from tests.polling import wait_until
 
 
 def issue(index: int) -> Credentials:

@@ -20,7 +20,8 @@ from ringweave.launcher import processes, spares
 from ringweave.launcher.node_context import LabContext, NodeEntry
 from ringweave.launcher.spares import ForkedProcess, Spare, SparePool, SpareRules
 from ringweave.launcher.workers import WorkerProgram, WorkerSpec
-from tests.launch.conftest import is_gone, wait_until
+from tests.launch.conftest import is_gone
+from tests.polling import wait_until
 
 SLOT = WorkerSpec(global_rank=1, local_rank=1, node="a0", environ={})
 HERE = NodeEntry()

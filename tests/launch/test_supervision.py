@@ -5,11 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
-from ringweave.launcher.launcher import WorkerExit, WorkerState
 from ringweave.launcher.outcome import RunRecorder
 from ringweave.launcher.processes import LocalLauncher
 from ringweave.launcher.supervise import NodePlan, NodeWorkers, StopTimeouts
-from ringweave.launcher.workers import WorkerGroup, WorkerSpec
+from ringweave.launcher.workers import WorkerExit, WorkerGroup, WorkerSpec, WorkerState
 from tests.clock import Clock
 
 TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL

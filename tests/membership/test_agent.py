@@ -15,7 +15,7 @@ from ringweave.membership.settings import MemberBounds, MembershipSettings
 from ringweave.rpc.tls import utc_now
 from tests.fakes.elastic_job import InProcessCoordinator, fixed_timeout_policy
 from tests.membership.tunnel import Tunnel
-from tests.membership.waiting import wait_until
+from tests.polling import wait_until
 
 
 class Still:

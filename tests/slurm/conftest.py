@@ -3,7 +3,7 @@
 import os
 import subprocess
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,17 +13,13 @@ from ringweave.platforms.api import JobView, LogQuery
 from ringweave.platforms.slurm.commands import SlurmClient, SlurmResult
 from ringweave.platforms.slurm.lease import SlurmTimeouts
 from ringweave.platforms.slurm.platform import SlurmPlatform
-from tests import polling
 from tests.fakes import slurm
 from tests.fakes.slurm import FakeGpuSlurmCluster
+from tests.polling import wait_until
 
 DEADLINE_S = 400
 """What takes longer hangs; a busy machine needs many times what an idle one does."""
 PATIENCE = SlurmTimeouts(lease_s=60.0, fence_s=75.0)
-
-
-def wait_until(claim: Callable[[], bool], what: Callable[[], object]) -> None:
-    polling.poll_until(claim, what, DEADLINE_S, 0.1)
 
 
 @pytest.fixture(scope="session")

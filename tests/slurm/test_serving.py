@@ -10,7 +10,7 @@ import pytest
 from ringweave.lab import lab_processes
 from ringweave.param_server.leadership_log import FolderLeadershipLog
 from tests.launch.small_training import PREPARED, SUM, epoch, prepared
-from tests.slurm.conftest import wait_until
+from tests.polling import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(1200)]
 TRAINS = PREPARED

@@ -5,7 +5,6 @@ import json
 import random
 import shutil
 import subprocess
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from ringweave.errors import LaunchError, UsageError
 from ringweave.launcher.node_context import free_port
 from ringweave.telemetry import RunTail, exporters
 from ringweave.telemetry.run_metrics import COUNTER, METRICS, RunMetrics
+from tests.polling import wait_until
 from tests.telemetry.test_verdict import traffic, window
 
 NUM_RANKS = 8
@@ -135,9 +135,8 @@ def test_a_real_prometheus_scrapes_the_values_of_run_json(
 ) -> None:
     metrics, exporter = served
     with prometheus(tmp_path, exporter.port) as address:
-        deadline_s = time.monotonic() + 60
-        while not (scraped := query(address, '{__name__=~"ringweave_.+"}')) and time.monotonic() < deadline_s:
-            time.sleep(0.2)
+        wait_until(lambda: query(address, '{__name__=~"ringweave_.+"}'))
+        scraped = query(address, '{__name__=~"ringweave_.+"}')
         alerts = query(address, "ALERTS") + query(address, "1")
     found = {
         (
@@ -218,11 +217,8 @@ def test_curves_are_logged_offline_to_weights_and_biases(tmp_path: Path, monkeyp
     exporter.export(run_events())
     exporter.close()
     (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    deadline_s = time.monotonic() + 60  # its own process writes the rest of the log
-    while b"rank 0/loss" not in (content := log.read_bytes()) and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    assert b"rank 0/loss" in content
-    assert b"rank 3/exchange s" in content
+    wait_until(lambda: b"rank 0/loss" in log.read_bytes())  # its own process writes the rest of the log
+    assert b"rank 3/exchange s" in log.read_bytes()
 
 
 @needs("mlflow")

@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -117,16 +117,6 @@ def read_frame(sock: socket.socket) -> tuple[framing.FramePrefix, bytes]:
     """The next frame of the other end, which has no buffers, and its body."""
     prefix = framing.parse_prefix(_exactly(sock, framing.PREFIX_BYTES), rpc.RpcLimits())
     return prefix, framing.parse_head(prefix, _exactly(sock, prefix.head_bytes)).body
-
-
-def wait_until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """For what other threads do without telling."""
-    pause = threading.Event()
-    for _ in range(int(timeout_s / 0.01)):
-        if holds():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it did not become true")
 
 
 def _exactly(sock: socket.socket, num_bytes: int) -> bytes:

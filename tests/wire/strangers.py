@@ -17,8 +17,9 @@ from ringweave.errors import RpcError
 from ringweave.rpc import framing, handshake
 from ringweave.rpc.framing import FrameKind
 from ringweave.rpc.tls import utc_now
+from tests.polling import wait_until
 from tests.wire.mutations import host
-from tests.wire.parts import read_frame, wait_until
+from tests.wire.parts import read_frame
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

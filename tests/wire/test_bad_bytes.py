@@ -13,6 +13,7 @@ from ringweave.errors import MessageError, RemoteError, RpcError, TrainingError
 from ringweave.rpc import framing
 from ringweave.rpc.framing import FrameKind
 from tests import effort
+from tests.polling import wait_until
 from tests.wire.mutations import damaged, host, mutated, raw_peer, send_damaged
 from tests.wire.parts import (
     Add,
@@ -26,7 +27,6 @@ from tests.wire.parts import (
     read_frame,
     serving,
     trust,
-    wait_until,
 )
 
 LIMITS = rpc.RpcLimits(

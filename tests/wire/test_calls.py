@@ -10,7 +10,8 @@ import pytest
 
 from ringweave import rpc
 from ringweave.errors import ConnectionLostError, DeadlineError, MessageError, RemoteError, RpcError, UsageError
-from tests.wire.parts import Add, Echo, Fail, Gate, Wait, add, connect, serving, trust, wait_until
+from tests.polling import wait_until
+from tests.wire.parts import Add, Echo, Fail, Gate, Wait, add, connect, serving, trust
 
 
 def echo(call: rpc.RpcCall) -> rpc.RpcReply:

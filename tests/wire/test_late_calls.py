@@ -7,7 +7,8 @@ import pytest
 
 from ringweave import rpc
 from ringweave.errors import ConnectionLostError, DeadlineError
-from tests.wire.parts import Add, Gate, Wait, connect, serving, trust, wait_until
+from tests.polling import wait_until
+from tests.wire.parts import Add, Gate, Wait, connect, serving, trust
 
 
 def test_a_call_that_cannot_even_begin_costs_nobody_the_connection(authority: rpc.CertificateAuthority) -> None:
@@ -20,7 +21,7 @@ def test_a_call_that_cannot_even_begin_costs_nobody_the_connection(authority: rp
         connect(server, trust(authority, "worker", "1")) as client,
         ThreadPoolExecutor(1) as pool,
     ):
-        holder.send_oneway(Wait(), [bytes(50_000_000)], timeout_s=60)
+        holder.start(Wait(), [bytes(50_000_000)], timeout_s=60)
         assert gate.entered.acquire(timeout=60)
         large = pool.submit(client.call, Add(), [np.ones(20_000_000, np.uint8)], timeout_s=60)
         wait_until(lambda: client.traffic["messages_sent"] == 1 and bool(client._pending))
@@ -39,7 +40,7 @@ def test_a_call_that_is_late_halfway_cuts_the_connection_and_says_so(authority: 
         connect(server, trust(authority, "worker", "0")) as holder,
         connect(server, trust(authority, "worker", "1")) as client,
     ):
-        holder.send_oneway(Wait(), [bytes(50_000_000)], timeout_s=60)
+        holder.start(Wait(), [bytes(50_000_000)], timeout_s=60)
         assert gate.entered.acquire(timeout=60)
         with pytest.raises(DeadlineError, match="in the middle of a frame; the connection is cut"):
             client.call(Add(), [np.ones(20_000_000, np.uint8)], timeout_s=0.8)

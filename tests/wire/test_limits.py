@@ -6,7 +6,8 @@ import pytest
 
 from ringweave import rpc
 from ringweave.errors import DeadlineError, MessageError, RpcError
-from tests.wire.parts import Add, Events, Gate, Wait, connect, serving, trust, wait_until
+from tests.polling import wait_until
+from tests.wire.parts import Add, Events, Gate, Wait, connect, serving, trust
 
 
 def test_more_than_the_server_takes_is_refused_before_it_is_sent(authority: rpc.CertificateAuthority) -> None:
@@ -51,14 +52,14 @@ def test_a_slow_handler_slows_the_teller_down_and_memory_stays_bounded(authority
         connect(server, trust(authority, "worker", "0")) as client,
     ):
         for _ in range(2):
-            client.send_oneway(Wait(), [bytes(1000)], timeout_s=60)
+            client.start(Wait(), [bytes(1000)], timeout_s=60)
         for _ in range(2):
             assert gate.entered.acquire(timeout=60)
         with pytest.raises(DeadlineError):
-            client.send_oneway(Wait(), [bytes(1000)], timeout_s=0.1)
+            client.start(Wait(), [bytes(1000)], timeout_s=0.1)
         assert server.held_bytes == 2000
         gate.open.set()
-        client.send_oneway(Wait(), [bytes(1000)], timeout_s=60)
+        client.start(Wait(), [bytes(1000)], timeout_s=60)
         wait_until(lambda: client.traffic["calls"] == 3)
         wait_until(lambda: server.held_bytes == 0)
 
@@ -71,7 +72,7 @@ def test_a_peer_waits_unread_while_others_hold_the_room(authority: rpc.Certifica
         connect(server, trust(authority, "worker", "0")) as first,
         connect(server, trust(authority, "worker", "1")) as second,
     ):
-        first.send_oneway(Wait(), [bytes(1_000_000)], timeout_s=60)
+        first.start(Wait(), [bytes(1_000_000)], timeout_s=60)
         assert gate.entered.acquire(timeout=60)
         later = second.start(Add(), [bytes(500_000)], timeout_s=60)
         assert not later.ended.wait(0.2)

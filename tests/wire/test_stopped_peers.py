@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from ringweave import rpc
-from tests.wire.parts import Echo, Events, connect, serving, trust, wait_until
+from tests.polling import wait_until
+from tests.wire.parts import Echo, Events, connect, serving, trust
 
 PEER = """
 import sys, numpy as np

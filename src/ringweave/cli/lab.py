@@ -12,11 +12,12 @@ import click
 from ringweave import lab, topology, units
 from ringweave.cli import run as cli_run
 from ringweave.cli.echo import echo
-from ringweave.cli.run import PROGRAM_CONTEXT_SETTINGS, ProgramCommand, RunOptions
+from ringweave.cli.run import PROGRAM_CONTEXT_SETTINGS, ProgramCommand, run_here
 from ringweave.errors import LabError, UsageError, explain
 from ringweave.lab import Lab, cpu_quotas, user_namespace
 from ringweave.lab import lab as lab_lab
 from ringweave.launcher import workers
+from ringweave.launcher.local_run import RunOptions, RunRequest
 from ringweave.launcher.node_context import LabContext
 
 _LAB_OPTION = click.option("--lab", "name", metavar="NAME", help="Name of the lab. Default: the only one that is up.")
@@ -108,10 +109,15 @@ def run(name: str | None, no_cluster_file: bool, options: RunOptions) -> int:
     """
     _enter_user_namespace()
     target_lab = _find_lab(name)
-    tells = not no_cluster_file
-    return options.run(
-        target_lab.cluster, topology.dumps(target_lab.cluster), None, LabContext(target_lab), tells_cluster=tells
+    request = RunRequest(
+        options=options,
+        cluster=target_lab.cluster,
+        cluster_text=topology.dumps(target_lab.cluster),
+        run_dir=options.resolve_run_dir(),
+        node_context=LabContext(target_lab),
+        shares_cluster_file=not no_cluster_file,
     )
+    return run_here(request)
 
 
 @command.command("set")

@@ -5,9 +5,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,16 @@ from ringweave.cli.echo import echo
 from ringweave.environment import EXACT, LOG_MAX_FILES, LOG_MAX_SIZE, PORTS, WIRES, check_max_loss_increase
 from ringweave.errors import UsageError, explain
 from ringweave.files.rotation import DEFAULT_LIMITS, LogLimits
-from ringweave.jobs import worker_options
+from ringweave.jobs import modes, worker_options
 from ringweave.jobs.request import MAX_SPARES
 from ringweave.jobs.worker_options import WorkerOptions
-from ringweave.launcher import local_run, run_dir, scale_requests, workers
-from ringweave.launcher.node_context import HostContext, NodeContext
-from ringweave.launcher.output import write_message
+from ringweave.launcher import local_run, scale_requests, workers
+from ringweave.launcher.local_run import RunOptions, RunRequest
+from ringweave.launcher.node_context import HostContext
+from ringweave.launcher.output import write_notice
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import WorkerProgram, spread_slots
 from ringweave.membership import settings
-from ringweave.membership.settings import MemberBounds
 from ringweave.ports import PortRange
 from ringweave.topology import Cluster, cluster
 
@@ -46,62 +44,11 @@ class ProgramCommand(click.Command):
         return rest
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunOptions:
-    """Checked options of a run."""
-
-    program: WorkerProgram
-    run_dir: str | None
-    worker_options: WorkerOptions
-    mode: str | None
-    elastic: str | None
-    num_spares: int
-    has_standby: bool
-    log_environ: Mapping[str, str]
-    """Limits of logs, where they are not the usual ones."""
-
-    def slots_per_node(self, counts: Sequence[int]) -> list[int]:
-        """Return the worker slots of each node: initial workers, and in an elastic run later ones.
-
-        Raises:
-            UsageError: The bounds are malformed.
-        """
-        most = settings.parse_bounds(self.elastic).max_members if self.elastic else 0
-        return spread_slots(counts, most, max_per_node=cluster.MAX_DEVICES)
-
-    def run(
-        self,
-        cluster: Cluster,
-        cluster_text: str,
-        cluster_path: str | None,
-        node_context: NodeContext,
-        *,
-        tells_cluster: bool = True,
-        places: Cluster | None = None,
-        within: PortRange | None = None,
-    ) -> int:
-        """Run the program on a cluster; return the exit code.
-
-        Workers get the cluster file if `tells_cluster`. `places` is the cluster with slots for later workers. `within`
-        limits the ports of their listeners.
-        """
-        request = local_run.RunRequest(
-            program=self.program,
-            cluster=cluster,
-            cluster_text=cluster_text,
-            cluster_path=cluster_path,
-            expanded_cluster=places,
-            run_dir=_resolve_run_dir(self.run_dir, self.program.target),
-            worker_options=self.worker_options,
-            mode=self.mode,
-            node_context=node_context,
-            shares_cluster_file=tells_cluster,
-            elastic=_elastic_bounds(self.elastic, cluster),
-            num_spares=self.num_spares,
-            has_standby=_check_standby(self.has_standby, self.mode, is_elastic=self.elastic is not None),
-        )
-        environ = {**os.environ, **self.log_environ, **({} if within is None else {PORTS: str(within)})}
-        return local_run.run_here(request, environ=environ, stdout=sys.stdout, stderr=sys.stderr).exit_code
+def run_here(request: RunRequest, within: PortRange | None = None) -> int:
+    """Run the program on this machine; return the exit code. `within` limits the ports of its listeners."""
+    _check_standby(request.options, is_elastic=request.elastic is not None)
+    environ = {**os.environ, **request.options.log_environ, **({} if within is None else {PORTS: str(within)})}
+    return local_run.run_here(request, environ=environ, stdout=sys.stdout, stderr=sys.stderr).exit_code
 
 
 def run_program_options(command: Callable[..., int]) -> Callable[..., int]:
@@ -238,8 +185,6 @@ def _check_schedule(name: str | None) -> None:
 
 def _check_mode(name: str | None) -> None:
     if name is not None:
-        from ringweave.planning import modes  # brings numpy as well
-
         modes.check_mode(name, where="--mode")
 
 
@@ -253,34 +198,13 @@ def _check_spares(options: RunOptions) -> None:
         raise UsageError(explain("--spares", got=got, expected="a Python script or module, which a spare runs", do=do))
 
 
-def _elastic_bounds(text: str | None, cluster: Cluster) -> MemberBounds | None:
-    if text is None:
-        return None
-    bounds = settings.parse_bounds(text)
-    num_workers = sum(node.num_devices for node in cluster.nodes)
-    if not bounds.min_members <= num_workers <= bounds.max_members:
-        do = "Give bounds that include the number of workers"
-        raise UsageError(explain("--elastic", got=text, expected=f"MIN <= {num_workers} workers <= MAX", do=do))
-    return bounds
-
-
-def _check_standby(is_wanted: bool, mode: str | None, *, is_elastic: bool) -> bool:
-    from ringweave.planning import modes
-
-    if not is_wanted:
-        return False
+def _check_standby(options: RunOptions, *, is_elastic: bool) -> None:
+    mode = options.mode
     may_choose = mode == modes.AUTO and not is_elastic  # elastic jobs choose no server themselves
-    if not (may_choose or modes.has_server(mode, is_elastic=is_elastic)):
+    if options.has_standby and not (may_choose or modes.has_server(mode, is_elastic=is_elastic)):
         do = "Leave --standby out, or say --mode ps-hra"
         expected = "ps-hra, ps or local" if is_elastic else "auto, ps-hra or ps"
         raise UsageError(explain("--standby with --mode", got=mode, expected=expected, do=do))
-    return True
-
-
-def _resolve_run_dir(given: str | None, script: str) -> RunDir:
-    if given:
-        return RunDir(root=Path(given).absolute())
-    return run_dir.create_run_dir(Path("runs"), script, datetime.now())
 
 
 @click.command(cls=ProgramCommand, context_settings=PROGRAM_CONTEXT_SETTINGS)
@@ -334,7 +258,16 @@ def command(
     cluster, text, places = _read_cluster(counts, cluster_path, options)
     if within is not None:
         _check_ports(within, options, places or cluster)
-    return options.run(cluster, text, cluster_path, HostContext(within=within), places=places, within=within)
+    request = RunRequest(
+        options=options,
+        cluster=cluster,
+        cluster_text=text,
+        cluster_path=cluster_path,
+        expanded_cluster=places,
+        run_dir=options.resolve_run_dir(),
+        node_context=HostContext(within=within),
+    )
+    return run_here(request, within)
 
 
 def _check_ports(within: PortRange, options: RunOptions, places: Cluster) -> None:
@@ -344,7 +277,7 @@ def _check_ports(within: PortRange, options: RunOptions, places: Cluster) -> Non
     needed = ports.needed_ports(num_workers, is_elastic=options.elastic is not None, num_services=num_services)
     ports.check_size(within, needed, "this machine")
     if notice := ports.outside_text(within, [ports.kernel_ports()]):
-        write_message(sys.stderr, f"ringweave: {notice}.\n")
+        write_notice(notice)
 
 
 def _read_cluster(
@@ -356,7 +289,8 @@ def _read_cluster(
     if path is not None:
         return topology.load(path), Path(path).read_text(encoding="utf-8"), None
     parsed = workers.parse_worker_counts(counts if counts is not None else "1")
-    places = topology.one_machine(options.slots_per_node(parsed))
+    most = settings.parse_bounds(options.elastic).max_members if options.elastic else 0
+    places = topology.one_machine(spread_slots(parsed, most, max_per_node=cluster.MAX_DEVICES))
     return topology.one_machine(parsed), topology.dumps(places), places
 
 
@@ -376,20 +310,8 @@ def _run_on_hosts(
     if options.has_standby and options.elastic is None:
         do = "Add --elastic MIN:MAX, or leave --standby out: without it the loss of a host ends the run anyway"
         raise UsageError(explain("--standby", got="no --elastic", expected="an elastic run on hosts", do=do))
-    _check_standby(options.has_standby, options.mode, is_elastic=True)
-    return start.run_on_hosts(
-        start.HostsRunOptions(
-            program=options.program,
-            worker_options=options.worker_options,
-            run_dir=options.run_dir,
-            mode=options.mode,
-            elastic=options.elastic,
-            num_spares=options.num_spares,
-            has_standby=options.has_standby,
-            log_environ=options.log_environ,
-            **hosts_options,
-        )
-    )
+    _check_standby(options, is_elastic=True)
+    return start.run_on_hosts(start.HostsRunOptions(run=options, **hosts_options))
 
 
 def _this_machine(counts: str | None, option: str) -> str:

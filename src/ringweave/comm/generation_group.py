@@ -74,12 +74,18 @@ class GenerationGroups:
         self._num_aborts = 0
         self.prepare_default_group: Callable[[RingweaveProcessGroup], None] = lambda _: None
         """Called with each default group before the script sees it."""
+        self.find_revoked: Callable[[str], bool] = lambda _: False
+        """Behind `revokes`, once this process has a session."""
         self._first_form_timeout_s = self._form_timeout_s = form_timeout_s
 
     @property
     def store_address(self) -> str:
         """`address port` of the store in which the next generation forms if this member is its first."""
         return f"{self._address} {self._next_port}"
+
+    def revokes(self, member: str) -> bool:
+        """Return whether the certificate of that process of the job counts no more."""
+        return self.find_revoked(member)
 
     @property
     def num_aborts(self) -> int:
@@ -258,7 +264,8 @@ class GenerationGroups:
         address, self._next_port = self._address, listener.getsockname()[1]
         if self._tunnel is not None:
             door, address, listener = listener, _LOOPBACK, socket.create_server((_LOOPBACK, 0), backlog=_STORE_BACKLOG)
-            self._doors.append(self._tunnel.open_door(door, (_LOOPBACK, listener.getsockname()[1])))
+            target = (_LOOPBACK, listener.getsockname()[1])
+            self._doors.append(self._tunnel.open_door(door, target, revokes=self.revokes))
             while len(self._doors) > _NUM_HELD_STORES:
                 self._doors.pop(0).close_soon()
         port = listener.getsockname()[1]

@@ -7,10 +7,14 @@ import ipaddress
 import json
 import os
 import random
+import socket
+import stat
+import struct
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +33,11 @@ if TYPE_CHECKING:
 _LOOPBACK = "127.0.0.1"
 _ABORT_TAG = 2**31 - 1
 """Tag that no message carries."""
+_FIRST_NETWORK, _NUM_ADDRESSES = 0x7F20_0000, 2**21
+"""127.32.0.0/11: addresses of loopback from which each listener of Gloo draws its own."""
+_LAZY_INIT = "TORCH_GLOO_LAZY_INIT"
+_SO_ATTACH_FILTER, _RETURN_NOTHING = 26, struct.pack("=HBBI", 0x06, 0, 0, 0)
+"""Option of a socket, and a program of one instruction that keeps no byte of any packet (packet(7), `BPF_RET`)."""
 ABORTED = "the connections of this group were cut"
 _POLL_INTERVAL, _NUM_POLLS_AFTER_ABORT = timedelta(milliseconds=100), 10
 """After an abort, a thread that the closed connections wake has finished within this many polls: a millisecond is
@@ -53,12 +62,15 @@ def make_gloo(store: Store, group: GroupInfo, timeout: timedelta) -> ProcessGrou
     """
     place, address = (group.group_rank, group.group_size), group.own_info.location.address
     forwarders: list[Forwarder] = []
+    own_address = ""
     if group.encryption is not None and group.num_nodes > 1:
-        devices, forwarders = _open_encrypted_devices(store, group, timeout)
+        own_address, device = _listen_on_loopback()
+        devices, forwarders = [device], _open_door_and_gates(store, group, own_address, timeout)
     elif is_relayed(address):
         devices = _open_relayed_devices(address)
     elif _stays_on_loopback(group):
-        devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]  # torch would take an address of the machine
+        own_address, device = _listen_on_loopback()  # torch would take an address of the machine
+        devices = [device]
     else:
         return ProcessGroupGloo(store, *place, timeout)
     gloo: Any = ProcessGroupGloo  # torch's stubs lack its options
@@ -67,7 +79,10 @@ def make_gloo(store: Store, group: GroupInfo, timeout: timedelta) -> ProcessGrou
     made = ProcessGroupGloo(store, *place, options)
     if is_relayed(address):
         relayed_address.keep_all_alive()
+    if own_address:
+        _drop_newcomers(own_address)
     if forwarders:
+        forwarders.pop(0).close_soon()  # the door: all ranks that call by it have called
         weakref.finalize(made, _close_all, forwarders)
     return made
 
@@ -75,9 +90,36 @@ def make_gloo(store: Store, group: GroupInfo, timeout: timedelta) -> ProcessGrou
 def make_single_gloo(store: Store, timeout: timedelta) -> ProcessGroupGloo:
     """Make a Gloo group of this process alone, whose listener is on loopback."""
     gloo: Any = ProcessGroupGloo
+    address, device = _listen_on_loopback()
+    _drop_newcomers(address)
     options = gloo._Options()
-    options._timeout, options._devices, options._threads = timeout, [gloo.create_device(hostname=_LOOPBACK)], 2
+    options._timeout, options._devices, options._threads = timeout, [device], 2
     return gloo(store, 0, 1, options)
+
+
+def _listen_on_loopback() -> tuple[str, Any]:
+    """Return an address of the loopback network that no other listener has, by chance, and Gloo's listener at it."""
+    drawn = random.SystemRandom().randrange(1, _NUM_ADDRESSES - 1)
+    address = socket.inet_ntoa((_FIRST_NETWORK + drawn).to_bytes(4, "big"))
+    return address, ProcessGroupGloo.create_device(hostname=address)
+
+
+def _drop_newcomers(address: str) -> None:
+    """Let the kernel drop what else calls Gloo's listener at this address: all ranks of the group are connected.
+
+    Gloo listens as long as the group lives, takes a descriptor for each caller, and ends its process without one.
+    """
+    if os.environ.get(_LAZY_INIT):
+        return  # ranks connect when they first need each other
+    program = ctypes.create_string_buffer(_RETURN_NOTHING)
+    options = struct.pack("@HP", 1, ctypes.addressof(program))
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # no socket, or closed meanwhile
+            if stat.S_ISSOCK(entry.stat().st_mode):
+                with socket.socket(fileno=os.dup(int(entry.name))) as sock:
+                    listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if listens and sock.family == socket.AF_INET and sock.getsockname()[0] == address:
+                        sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, options)
 
 
 def _close_all(forwarders: "Sequence[Forwarder]") -> None:
@@ -91,17 +133,15 @@ def _stays_on_loopback(group: GroupInfo) -> bool:
     return on_loopback or (group.encryption is not None and group.num_nodes == 1)
 
 
-def _open_encrypted_devices(store: Store, group: GroupInfo, timeout: timedelta) -> "tuple[list[Any], list[Forwarder]]":
-    """Return a listener of Gloo's on loopback that all other nodes reach by their gates, under the same name.
+def _open_door_and_gates(store: Store, group: GroupInfo, address: str, timeout: timedelta) -> "list[Forwarder]":
+    """Return the door to Gloo's listener at an address of loopback, and the gates of this rank.
 
-    Also returns the door and the gates of this rank. The first rank of each node has the gates of the node.
+    The first rank of each node has the gates of the node, which lead to all listeners elsewhere under their own names.
     """
     from ringweave.comm.transport import tunnel  # with asyncio, which a plain run does without
 
     assert group.encryption is not None, "the run is encrypted"
     ways = tunnel.tunnel_of(group.encryption)
-    address = tunnel.draw_loopback_address(random.SystemRandom())
-    device = ProcessGroupGloo.create_device(hostname=address)
     (port,) = relayed_address.find_listeners(address)
     fingerprints = frozenset(member.fingerprint for member in group.ranks)
     listener = tunnel.listen_at(group.own_info.location.address, ports_of_environ(os.environ))
@@ -118,7 +158,7 @@ def _open_encrypted_devices(store: Store, group: GroupInfo, timeout: timedelta) 
                 gates += _open_gate(ways, member, *_parse_door(value, member.global_rank))
         store.set(f"gates/{first}", "open")
     store.wait([f"gates/{first}"], timeout)
-    return [device], [door, *gates]
+    return [door, *gates]
 
 
 def _open_gate(ways: "Tunnel", member: RankInfo, address: str, port: int, door_port: int) -> "list[Forwarder]":

@@ -29,10 +29,9 @@ from ringweave.environment import RUN_DIR, TORCHRUN_ID, WorkerEnvironment
 from ringweave.errors import UsageError
 from ringweave.files import file_io
 from ringweave.launcher import outcome, run_dir
-from ringweave.launcher.launcher import WorkerExit
 from ringweave.launcher.outcome import RunRecorder, WorkerFailure
 from ringweave.launcher.run_dir import RunDir
-from ringweave.launcher.workers import WorkerGroup
+from ringweave.launcher.workers import WorkerExit, WorkerGroup
 from ringweave.telemetry import EventLog, read_last_attempt
 from ringweave.telemetry.events import print_line
 

@@ -51,6 +51,26 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def replace_text(path: Path, text: str | bytes, *, is_durable: bool = False) -> None:
+    """Write a file atomically: a reader sees the old or the new text.
+
+    Args:
+        path: The file.
+        text: Its new content, as UTF-8.
+        is_durable: Return when it is on the disk.
+
+    Raises:
+        OSError: It cannot be written; an earlier file is unchanged.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("wb") as file:
+        file.write(text.encode() if isinstance(text, str) else text)
+        file.flush()
+        if is_durable:
+            fsync_file(file)
+    beside.replace(path)
+
+
 MAX_JSON_BYTES = 16 * 2**20
 """Largest JSON file or text. Parsed values take up to 28 times as much memory."""
 MAX_JSON_DEPTH = 200

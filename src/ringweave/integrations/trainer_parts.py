@@ -14,7 +14,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import UsageError, explain
-from ringweave.planning import balancing, modes
+from ringweave.jobs import modes
+from ringweave.planning import balancing
 from ringweave.training import SharedLoader
 from ringweave.training.data import order, sources
 from ringweave.training.data.order import Portion

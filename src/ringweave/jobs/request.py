@@ -180,16 +180,8 @@ class JobRequest:
     @property
     def worker_options(self) -> WorkerOptions:
         """The options of its workers."""
-        return WorkerOptions(
-            schedule=self.schedule,
-            tuning=self.tuning,
-            order=worker_options.parse_rank_order(self.order),
-            replace_backend=self.replace_backend,
-            leader_per_nic=self.leader_per_nic,
-            encrypt=self.encrypt,
-            wire=self.wire,
-            max_loss_increase=self.max_loss_increase,
-        )
+        values = {name: getattr(self, name) for name in worker_options.OPTION_NAMES}
+        return WorkerOptions(**values | {"order": worker_options.parse_rank_order(self.order)})
 
 
 def _request_problems(request: JobRequest) -> Iterator[InputProblem]:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ringweave.environment import WorkerEnvironment
@@ -102,27 +102,19 @@ class WorkerOptions:
 
     def apply_to(self, environment: WorkerEnvironment) -> WorkerEnvironment:
         """Return a worker's environment with these options."""
-        return replace(
-            environment,
-            schedule=self.schedule,
-            tuning=self.tuning,
-            replace_backend=self.replace_backend,
-            leader_per_nic=self.leader_per_nic,
-            wire=self.wire,
-            max_loss_increase=self.max_loss_increase,
-        )
+        return replace(environment, **self.to_fields("order", "encrypt"))
+
+    def to_fields(self, *left_out: str) -> dict[str, Any]:
+        """Return the options by name, with the order as text, as a job request has them."""
+        values = {name: getattr(self, name) for name in OPTION_NAMES} | {"order": str(self.order)}
+        return {name: value for name, value in values.items() if name not in left_out}
 
     def to_record(self) -> dict[str, Any]:
         """Return their keys of run.json."""
-        return {
-            "schedule": self.schedule,
-            "tuning": self.tuning,
-            "leader_per_nic": self.leader_per_nic,
-            "wire": self.wire,
-            "max_loss_increase": self.max_loss_increase,
-            "order": str(self.order),
-            "encrypt": self.encrypt,
-        }
+        return self.to_fields("replace_backend")
+
+
+OPTION_NAMES = tuple(each.name for each in fields(WorkerOptions))
 
 
 DEFAULT_OPTIONS = WorkerOptions()

@@ -150,7 +150,8 @@ class Lab:
         if device is not None:
             topology.device_of_local_rank(place, device)
             group = self.control_group(node, device)
-            join = f"echo $$ > {shlex.quote(group + '/cgroup.procs')} && " if group else self._tell_quota(node, device)
+            told = [f"export {name}={value} && " for name, value in self.quota_environ(node, device).items()]
+            join = f"echo $$ > {shlex.quote(group + '/cgroup.procs')} && " if group else "".join(told)
         files = [f"--{kind}={path}" for kind, path in self.namespace_files(node, device).items()]
         enter = shlex.join(
             [
@@ -165,12 +166,12 @@ class Lab:
         )
         return ["/bin/sh", "-c", f'{join}exec {enter} "$(pwd -P)" "$@"', "rw-enter", *argv]
 
-    def _tell_quota(self, node: str, device: int) -> str:
-        """Return the words of a shell that tell a command its quota; empty without quotas."""
+    def quota_environ(self, node: str, device: int) -> dict[str, str]:
+        """Return the variable that tells a process its CPU quota; empty where a control group does, or without one."""
         if self.quota_kind != cpu_quotas.DUTY_CYCLE:
-            return ""
+            return {}
         quota_us = lab_state.read_duty_cycle(self.name, node, device)
-        return f"export {CPU_QUOTA}={cpu_quotas.quota_in_cpus(quota_us):g} && "
+        return {CPU_QUOTA: f"{cpu_quotas.quota_in_cpus(quota_us):g}"}
 
     def namespace_files(self, node: str, device: int | None = None) -> dict[str, Path]:
         """Return the files of a node's namespaces, by nsenter's names, in the order in which they are entered.

@@ -133,9 +133,7 @@ def write_record(record: LabRecord) -> None:
     """Write a lab's record atomically."""
     path = lab_folder(record.name) / "lab.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(".lab.json")
-    temporary.write_text(json.dumps(asdict(record), indent=2, default=str) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    file_io.replace_text(path, json.dumps(asdict(record), indent=2, default=str) + "\n")
 
 
 def remove_lab_folder(name: str) -> None:

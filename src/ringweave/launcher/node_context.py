@@ -123,8 +123,8 @@ class NodeContext(abc.ABC):
         """Return the command line that becomes `argv` on this node, beside the workers and on none of their devices."""
 
     @abc.abstractmethod
-    def node_environ(self, node: str) -> Mapping[str, str]:
-        """Return the variables of workers that depend on this node."""
+    def node_environ(self, node: str, device: int | None = None) -> Mapping[str, str]:
+        """Return the variables of processes that depend on their node, and on their device if they have one."""
 
 
 class HostContext(NodeContext):
@@ -153,7 +153,7 @@ class HostContext(NodeContext):
     def wrap_node_command(self, node: str, argv: Sequence[str]) -> Sequence[str]:
         return argv
 
-    def node_environ(self, node: str) -> Mapping[str, str]:
+    def node_environ(self, node: str, device: int | None = None) -> Mapping[str, str]:
         return {}
 
 
@@ -199,12 +199,13 @@ class LabContext(NodeContext):
         """Return the command line that enters the node first."""
         return self._lab.command(node, argv)
 
-    def node_environ(self, node: str) -> Mapping[str, str]:
-        """Return the interfaces for Gloo, the lab's folder of probing results, and thread limits under quotas.
+    def node_environ(self, node: str, device: int | None = None) -> Mapping[str, str]:
+        """Return the interfaces for Gloo, the lab's folder of probing results, and what follows from quotas.
 
         Gloo needs the same number of interfaces on all ranks, so it gets as many as the node with the fewest has.
         """
         count = min(len(addresses) for addresses in self._lab.addresses.values())
         interfaces = {"GLOO_SOCKET_IFNAME": ",".join(self._lab.interfaces(node)[:count])}
         threads = {"OMP_NUM_THREADS": "1"} if self._lab.quotas else {}
-        return {**interfaces, **threads, FINDINGS: str(self._lab.probe_results_folder)}
+        quota = {} if device is None else self._lab.quota_environ(node, device)
+        return {**interfaces, **threads, **quota, FINDINGS: str(self._lab.probe_results_folder)}

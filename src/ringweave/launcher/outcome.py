@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 from ringweave import environment, telemetry
 from ringweave.launcher import run_dir as launcher_run_dir
-from ringweave.launcher.launcher import WorkerExit, WorkerState
 from ringweave.launcher.run_dir import RunDir
-from ringweave.launcher.workers import WorkerGroup, WorkerSpec
+from ringweave.launcher.workers import WorkerExit, WorkerGroup, WorkerSpec, WorkerState
 
 
 class RunRecorder:

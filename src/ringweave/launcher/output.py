@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -260,6 +261,11 @@ def write_message(output: TextIO, text: str) -> None:
         output.flush()
     except OSError:
         _redirect_to_null(output.buffer)
+
+
+def write_notice(text: str, output: TextIO | None = None) -> None:
+    """Write a notice of the command, or of a node agent, for people; to standard error by default."""
+    write_message(output or sys.stderr, f"ringweave: {text}{'' if text.endswith(('.', '?')) else '.'}\n")
 
 
 def _redirect_to_null(output: BinaryIO) -> None:

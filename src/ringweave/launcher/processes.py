@@ -23,10 +23,16 @@ from ringweave.errors import LaunchError
 from ringweave.files import rotation
 from ringweave.files.rotation import LogLimits
 from ringweave.launcher import bootstrap, guard, spares
-from ringweave.launcher.launcher import WorkerExit, WorkerState
 from ringweave.launcher.output import OutputConsole, OutputStream, WorkerLog, WorkerStream
 from ringweave.launcher.spares import ForkedProcess, Spare, SparePool, SpareRules
-from ringweave.launcher.workers import USER_CONTROLLED_VARIABLES, WorkerGroup, WorkerProgram, WorkerSpec
+from ringweave.launcher.workers import (
+    USER_CONTROLLED_VARIABLES,
+    WorkerExit,
+    WorkerGroup,
+    WorkerProgram,
+    WorkerSpec,
+    WorkerState,
+)
 
 PR_SET_CHILD_SUBREAPER = 36
 LEFTOVER_POLL_S = 0.05

@@ -64,9 +64,7 @@ def update_run_json(path: Path, changes: Mapping[str, object]) -> None:
     too deep, is kept beside it.
     """
     record = {**_read_run_json(path), **changes}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    file_io.replace_text(path, json.dumps(record, indent=2) + "\n")
 
 
 def summarize_events(events: Iterable[Event]) -> dict[str, Any]:
@@ -405,6 +403,11 @@ def _archive_attempt(run_dir: RunDir, number: int) -> None:
     for name in _ATTEMPT_FILES:
         if (run_dir.root / name).exists():
             shutil.move(run_dir.root / name, target / name)
+
+
+def path_from_here(path: Path) -> str:
+    """Return the path relative to the current directory, if it is below it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _run_dir_refusal(run_dir: RunDir, expected: str, do: str) -> str:

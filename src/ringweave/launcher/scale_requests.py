@@ -9,7 +9,6 @@ RUN_DIR/events.jsonl    the answer: event `workers_scaled` with the same id
 """
 
 import json
-import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -164,9 +163,8 @@ def request_workers(
     """
     _check_elastic(run_dir)
     request_id = secrets.token_hex(8)
-    temporary = run_dir.scale_request.with_name(f".{run_dir.scale_request.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"request_id": request_id, "workers": workers}) + "\n", encoding="utf-8")
-    temporary.replace(run_dir.scale_request)
+    text = json.dumps({"request_id": request_id, "workers": workers}) + "\n"
+    file_io.replace_text(run_dir.scale_request, text)
     until_s = clock() + _ANSWER_TIMEOUT_S
     while (answer := _find_answer(run_dir, request_id)) is None:
         _check_alive(run_dir)

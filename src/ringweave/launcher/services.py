@@ -14,6 +14,7 @@ from pathlib import Path
 from ringweave import rpc, telemetry
 from ringweave.errors import LaunchError, RpcError
 from ringweave.files import rotation
+from ringweave.jobs import modes
 from ringweave.launcher import bootstrap
 from ringweave.launcher.node_context import NodeContext
 from ringweave.launcher.restarts import RestartPolicy
@@ -104,6 +105,7 @@ class ServiceProcesses(abc.ABC):
         endpoints: Mapping[int, SidecarEndpoint],
         node_context: NodeContext,
         run_dir: RunDir,
+        credentials: Callable[[int], Credentials],
         give_up: Callable[[str], object],
         clock: Callable[[], float],
     ) -> None:
@@ -113,11 +115,12 @@ class ServiceProcesses(abc.ABC):
             endpoints: Index -> endpoint of each process that runs here.
             node_context: Context that runs processes on a node.
             run_dir: Gets their logs and events.
+            credentials: Index -> credentials of its next process.
             give_up: Gets a text about each process that is not restarted.
             clock: Monotonic seconds.
         """
         self._own_endpoints, self._node_context, self._run_dir = dict(endpoints), node_context, run_dir
-        self._give_up, self._clock = give_up, clock
+        self._credentials, self._give_up, self._clock = credentials, give_up, clock
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._restart_policies = {index: RestartPolicy() for index in endpoints}
         self._environ: Mapping[str, str] = {}
@@ -181,10 +184,6 @@ class ServiceProcesses(abc.ABC):
 
     @abc.abstractmethod
     def _log(self, index: int) -> Path: ...
-
-    @abc.abstractmethod
-    def _credentials(self, index: int) -> Credentials:
-        """Return the credentials of the next process."""
 
     @abc.abstractmethod
     def _argv(self, index: int, credentials: str, *, is_first: bool) -> list[str]:
@@ -326,9 +325,14 @@ class CoordinatorProcesses(ServiceProcesses):
             clock: Monotonic seconds.
         """
         super().__init__(
-            {index: pair.endpoints[index] for index in standby_by_index}, node_context, run_dir, give_up, clock
+            {index: pair.endpoints[index] for index in standby_by_index},
+            node_context,
+            run_dir,
+            credentials,
+            give_up,
+            clock,
         )
-        self._pair, self._issue, self._standby_by_index = pair, credentials, standby_by_index
+        self._pair, self._standby_by_index = pair, standby_by_index
         self._waiting_since_s: float | None = None
 
     @property
@@ -353,9 +357,6 @@ class CoordinatorProcesses(ServiceProcesses):
 
     def _log(self, index: int) -> Path:
         return self._run_dir.root / "logs" / f"coordinator-{index}.log"
-
-    def _credentials(self, index: int) -> Credentials:
-        return self._issue(index)
 
     def _argv(self, index: int, credentials: str, *, is_first: bool) -> list[str]:
         is_standby = self._standby_by_index[index] or not is_first
@@ -482,9 +483,8 @@ class JobServer(ServiceProcesses):
             clock: Monotonic seconds.
         """
         own = {index: each for index, each in enumerate(endpoints) if member is None or member.index == index}
-        super().__init__(own, node_context, run_dir, give_up, clock)
-        self._endpoints, self._issue = tuple(endpoints), credentials
-        self._member = member
+        super().__init__(own, node_context, run_dir, credentials, give_up, clock)
+        self._endpoints, self._member = tuple(endpoints), member
         self._inherited: list[int] = []
         self._events = telemetry.EventLog(run_dir.events)
         self._last_connected_s: float | None = None
@@ -508,10 +508,10 @@ class JobServer(ServiceProcesses):
         Raises:
             LaunchError: There is no free port.
         """
-        from ringweave.planning import group_planner, modes
-
         if mode not in (*modes.SERVER_MODES, modes.AUTO) or (mode == modes.AUTO and cluster.num_nodes == 1):
             return None
+        from ringweave.planning import group_planner  # brings numpy, for which most runs need not wait
+
         best_node = group_planner.find_best_connected(cluster).node
         others = [node.name for node in cluster.nodes if node.name != best_node]
         nodes = [best_node, *([*others, best_node][:1] if has_standby else ())]
@@ -530,7 +530,7 @@ class JobServer(ServiceProcesses):
     @property
     def address(self) -> str:
         """`host:port`, for the workers; with a standby both, separated by a comma."""
-        return ",".join(_host_port_text(endpoint) for endpoint in self._endpoints)
+        return ",".join(str(endpoint.advertised) for endpoint in self._endpoints)
 
     @property
     def exit_code(self) -> int | None:
@@ -577,16 +577,13 @@ class JobServer(ServiceProcesses):
     def _log(self, index: int) -> Path:
         return self._run_dir.server_log(index)
 
-    def _credentials(self, index: int) -> Credentials:
-        return self._issue(index)
-
     def _argv(self, index: int, credentials: str, *, is_first: bool) -> list[str]:
         endpoint = self._endpoints[index]
         serve = [sys.executable, "-m", "ringweave", "server", "--host", endpoint.bind_host]
         serve += ["--port", str(endpoint.advertised.port), "--credentials", credentials]
         serve += ["--node", endpoint.node, "--run-dir", str(self._run_dir.root)]
         if len(self._endpoints) > 1:
-            serve += ["--other", _host_port_text(self._endpoints[1 - index]), "--index", str(index)]
+            serve += ["--other", str(self._endpoints[1 - index].advertised), "--index", str(index)]
             serve += ["--claims", self._open_log()]
         return serve
 
@@ -603,7 +600,7 @@ class JobServer(ServiceProcesses):
 
     def _record_start(self, index: int, pid: int) -> None:
         endpoint = self._endpoints[index]
-        self._events.write("server_started", node=endpoint.node, pid=pid, address=_host_port_text(endpoint))
+        self._events.write("server_started", node=endpoint.node, pid=pid, address=str(endpoint.advertised))
 
     def _record_exit(self, index: int, exit_code: int, *, was_stopped: bool) -> None:
         self._events.write(
@@ -613,7 +610,3 @@ class JobServer(ServiceProcesses):
             signal=signal.Signals(-exit_code).name if exit_code < 0 else None,
             stopped=was_stopped,
         )
-
-
-def _host_port_text(endpoint: SidecarEndpoint) -> str:
-    return f"{endpoint.advertised.host}:{endpoint.advertised.port}"

@@ -2,27 +2,36 @@
 
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import psutil
 
 from ringweave import environment
 from ringweave.errors import LaunchError, explain
-from ringweave.launcher.launcher import WorkerState
-from ringweave.launcher.membership_history import PastMembers
+from ringweave.launcher.node_context import NodeContext
 from ringweave.launcher.outcome import RunRecorder, WorkerFailure, first_cause
-from ringweave.launcher.processes import LocalLauncher
+from ringweave.launcher.output import OutputConsole
+from ringweave.launcher.processes import LocalLauncher, ProcessContext
 from ringweave.launcher.restarts import (
     JOB_FINISHED,
     JOB_OVER,
+    EvictionWatcher,
+    MembershipHistory,
     NoRestartError,
+    PastMembers,
     RestartDecision,
     SlotExit,
     WorkerRestartPolicy,
 )
+from ringweave.launcher.run_dir import RunDir, path_from_here
 from ringweave.launcher.scale_requests import ScaleRequests
-from ringweave.launcher.services import ServiceProcesses
-from ringweave.launcher.workers import WorkerGroup, WorkerSpec
+from ringweave.launcher.services import CoordinatorQuery, ServiceProcesses
+from ringweave.launcher.spares import SpareRules, gains_from_fork_server
+from ringweave.launcher.workers import WorkerGroup, WorkerProgram, WorkerSpec, WorkerState
+from ringweave.rpc import Credentials
 
 SUPERVISION_INTERVAL_S = 0.02
 
@@ -88,6 +97,23 @@ class StopPolicy:
             wait_s = self._patience.sigkill_s if signum is signal.SIGKILL else self._patience.interrupt_s
         self._last_signal, self._escalate_at_s = signum, now_s + wait_s
         return signum
+
+
+@contextmanager
+def collect_interrupts() -> Iterator[list[signal.Signals]]:
+    """Collect SIGINT, SIGTERM and SIGHUP of this process; an ignored SIGHUP (nohup) stays ignored."""
+    received: list[signal.Signals] = []
+    wanted = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        wanted.append(signal.SIGHUP)
+    before = {
+        signum: signal.signal(signum, lambda number, _: received.append(signal.Signals(number))) for signum in wanted
+    }
+    try:
+        yield received
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 MEMBER_INTERRUPT_TIMEOUT_S = 25.0
@@ -538,3 +564,107 @@ def _was_killed_from_outside(state: WorkerState) -> bool:
     """
     worker_exit = state.exit
     return worker_exit is not None and not worker_exit.was_stopped and worker_exit.signal_name not in (None, "SIGABRT")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeSetup:
+    """Surroundings of a plan's workers: their program, files and place, and the process that supervises them."""
+
+    program: WorkerProgram
+    run_dir: RunDir
+    record: Mapping[str, Any]
+    """First content of run.json, see `RunRecorder`."""
+    node_context: NodeContext
+    console: OutputConsole
+    open_credentials: Callable[[WorkerSpec], int | None]
+    """Opens a descriptor of a worker's credentials, or returns None."""
+    is_over: Callable[[], bool]
+    """Returns whether no worker is wanted any more, so that nothing waits for the first spare."""
+    warn: Callable[[str], object]
+    """Gets a text for people about what is given up, or tried again."""
+    num_spares: int = 0
+    process_context: ProcessContext = field(default_factory=ProcessContext)
+    """Children and descriptors of this process that are neither the workers' nor the services'."""
+
+    def elastic_rules(
+        self,
+        slots: WorkerGroup,
+        environ: Mapping[str, str],
+        coordinators: Sequence[tuple[str, int]],
+        query_credentials: Callable[[], Credentials],
+        *,
+        new_member: Callable[[WorkerSpec, str], WorkerSpec] = next_member,
+        scale_requests: ScaleRequests | None = None,
+        ends_without_services: bool = False,
+    ) -> ElasticRules:
+        """Return the rules of elastic workers, whose history is in the event log and known to the coordinators.
+
+        Coordinators in a lab are not queried: this process cannot reach the lab's network.
+
+        Args:
+            slots: See `ElasticRules`, as for `new_member` and `scale_requests`.
+            environ: Environment that workers inherit.
+            coordinators: (host, port) of each coordinator.
+            query_credentials: Returns the credentials with which they are queried.
+            new_member: Returns a slot's worker as a new member.
+            scale_requests: Requests for another number of workers.
+            ends_without_services: See `WorkerRestartPolicy`.
+        """
+        query = CoordinatorQuery(() if self.node_context.lab_name else coordinators, query_credentials)
+        is_quick = self.num_spares or gains_from_fork_server(self.program, environ)
+        return ElasticRules(
+            slots=slots,
+            past_members=MembershipHistory(self.run_dir.events, query.members).read,
+            new_member=new_member,
+            scale_requests=scale_requests,
+            restarts=WorkerRestartPolicy(
+                first_delay_s=0.0 if is_quick else 1.0, ends_without_services=ends_without_services
+            ),
+            evicted_members=EvictionWatcher(self.run_dir.events).evicted_members,
+            notify_user=self.warn,
+            on_give_up=self._report_give_up,
+        )
+
+    def _report_give_up(self, failure: WorkerFailure, why: str) -> None:
+        """Report that a worker is not restarted while the others go on."""
+        log = path_from_here(self.run_dir.worker_log(failure.global_rank))
+        self.warn(
+            f"rank {failure.global_rank} on node {failure.node} is given up: {why}, "
+            f"the last time it {failure.reason}. The others continue without it. See the cause in {log}"
+        )
+
+
+def start_node(
+    plan: NodePlan, setup: NodeSetup, interrupts: list[signal.Signals] | None = None
+) -> tuple[NodeWorkers, RunRecorder]:
+    """Start the workers of a plan with their services and spares; `interrupts` are those of `NodeWorkers`.
+
+    Raises:
+        LaunchError: A process could not be started; none is left then.
+    """
+
+    def is_unrelated(process: psutil.Process) -> bool:
+        is_service = any(process.pid in each.pids for each in plan.services)
+        return is_service or setup.process_context.is_unrelated(process)
+
+    launcher = LocalLauncher(
+        setup.run_dir.worker_log,
+        setup.console,
+        plan.environ,
+        wrap_command=setup.node_context.wrap_worker_command,
+        open_credentials=setup.open_credentials,
+        process_context=replace(setup.process_context, is_unrelated=is_unrelated),
+    )
+    recorder = RunRecorder(setup.run_dir, plan.group, setup.record)
+    launcher.keep_spares(
+        setup.program,
+        SpareRules(
+            num_spares=setup.num_spares,
+            is_elastic=plan.elastic is not None,
+            is_over=setup.is_over,
+            node_entry=setup.node_context.node_entry,
+            on_ready=lambda spare: recorder.spare_ready(spare.process.pid, spare.import_s),
+            on_give_up=setup.warn,
+        ),
+    )
+    return NodeWorkers(plan, launcher, recorder, interrupts), recorder

@@ -8,7 +8,7 @@ import importlib.util
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -81,6 +81,9 @@ class HostPort:
     port: int
     """Port that was free on its node when it was chosen; for rank 0 the MASTER_PORT."""
 
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSpec:
@@ -134,6 +137,7 @@ def build_worker_group(
     *,
     num_cpus: int,
     common_environment: WorkerEnvironment,
+    node_environ: Callable[[str, int], Mapping[str, str]] = lambda node, local_rank: {},
     order: RankOrder = BLOCK_ORDER,
 ) -> WorkerGroup:
     """Build a group of one worker per device; ranks follow the devices in the given order.
@@ -144,6 +148,7 @@ def build_worker_group(
         master_address: MASTER_ADDR and MASTER_PORT.
         num_cpus: CPUs of the machine; each worker's share becomes OMP_NUM_THREADS.
         common_environment: ringweave's variables of all workers; the node is filled in for each.
+        node_environ: Name of a node and local rank -> further variables of the worker there.
         order: Order in which the devices get ranks.
 
     Returns:
@@ -156,7 +161,11 @@ def build_worker_group(
             global_rank=global_rank,
             local_rank=local_rank,
             node=nodes[node_index].name,
-            environ=shared | _own_variables(global_rank, local_rank, node_index, nodes[node_index], common_environment),
+            environ={
+                **shared,
+                **_own_variables(global_rank, local_rank, node_index, nodes[node_index], common_environment),
+                **node_environ(nodes[node_index].name, local_rank),
+            },
         )
         for global_rank, (node_index, local_rank) in enumerate(slots)
     )
@@ -315,3 +324,31 @@ def _later_worker(template: WorkerSpec, rank: int, local_rank: int, num_cpus: in
         "OMP_NUM_THREADS": str(max(1, num_cpus // (rank + 1))),
     }
     return replace(template, global_rank=rank, local_rank=local_rank, environ={**template.environ, **variables})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerExit:
+    """End of a worker process."""
+
+    exit_code: int | None
+    """None if a signal ended it."""
+    signal_name: str | None
+    """`SIGKILL`; None if it ended by itself."""
+    time_s: float
+    """Time at which its end was observed, on the launcher's clock."""
+    was_stopped: bool
+    """It ended after the launcher had begun to stop the workers, so its end says nothing about the cause."""
+
+    @property
+    def is_success(self) -> bool:
+        """It exited by itself with code 0."""
+        return self.exit_code == 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerState:
+    """Observed state of one worker."""
+
+    global_rank: int
+    exit: WorkerExit | None
+    """None while it runs."""

@@ -610,6 +610,7 @@ class Coordinator:
             statuses=strip_duplicates(staying),
             finished=finished,
             unconfirmed_predecessors=self._unconfirmed_predecessors(statuses, staying),
+            departed=membership_records.departed_members(self.membership, [each.member for each in staying]),
         )
         if self.membership is None or membership.last_committed > self.membership.last_committed:
             self._failure_reports.clear()

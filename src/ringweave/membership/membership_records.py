@@ -63,9 +63,20 @@ class Membership:
     known to have entered this one, those that go on from it must outnumber the rest of each of these too.
     """
 
+    departed: tuple[str, ...] = ()
+    """Last member of each slot that had one and has none now."""
+
     @property
     def members(self) -> tuple[str, ...]:
         return tuple(status.member for status in self.statuses)
+
+    def revokes(self, member: str) -> bool:
+        """Return whether a process's certificate counts no more: it was a member, or its slot has a later one."""
+        if not all(part.isdecimal() for part in member.split(".")) or member.count(".") != 1:
+            return True  # no member's name
+        slot, incarnation = parse_member_name(member)
+        held, last = dict(map(parse_member_name, self.members)), dict(map(parse_member_name, self.departed))
+        return incarnation < held.get(slot, 0) or incarnation <= last.get(slot, -1)
 
     @property
     def state_owners(self) -> tuple[str, ...]:
@@ -147,6 +158,15 @@ def parse_member_name(member: str) -> tuple[int, int]:
     """Return (slot, incarnation) of a member's name, the order of members."""
     slot, _, incarnation = member.partition(".")
     return int(slot), int(incarnation)
+
+
+def departed_members(previous: Membership | None, members: Collection[str]) -> tuple[str, ...]:
+    """Return `Membership.departed` of the members that follow."""
+    before = () if previous is None else (*previous.departed, *previous.members)
+    last = dict(sorted(map(parse_member_name, before)))
+    for slot, _ in map(parse_member_name, members):
+        last.pop(slot, None)
+    return tuple(f"{slot}.{incarnation}" for slot, incarnation in last.items())
 
 
 def is_state_lost(previous: Membership | None, statuses: Sequence[MemberStatus]) -> bool:

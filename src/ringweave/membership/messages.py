@@ -63,9 +63,8 @@ def _check_rejoin(rejoin: Rejoin) -> Rejoin:
     known_statuses = (*rejoin.membership.statuses, *rejoin.membership.finished) if rejoin.membership else ()
     for each in (rejoin.status, *known_statuses):
         _check_status(each)
-    for member in (
-        (each for names in rejoin.membership.unconfirmed_predecessors for each in names) if rejoin.membership else ()
-    ):
+    named = (*rejoin.membership.unconfirmed_predecessors, rejoin.membership.departed) if rejoin.membership else ()
+    for member in (each for names in named for each in names):
         if not re.fullmatch(MEMBER_PATTERN, member):
             raise ValueError(f"a member {member[:80]!r}, expected SLOT.INCARNATION")
     return rejoin

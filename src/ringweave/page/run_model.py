@@ -136,11 +136,6 @@ class RunModel:
         self._losses: tuple[int, list[verdict.Loss]] = (0, [])
         self._num_windows = 0
 
-    @property
-    def num_events(self) -> int:
-        """Number of events so far, of all attempts."""
-        return self._num_events
-
     def add(self, event: Event) -> None:
         """Add an event of the present attempt; one that is not as its kind has to be is counted."""
         self._num_events += 1

@@ -249,7 +249,3 @@ class ShardDispatcher:
     def note_away(self, ring: int) -> None:
         """Note that the ring may not take a shard again: the rest is for the others."""
         self._throughput.note_away(ring)
-
-    def num_dispatched(self, epoch: int) -> int:
-        """Return the samples of that epoch that are dispatched."""
-        return self._taken.get(epoch, 0)

@@ -338,10 +338,6 @@ def find_mismatches(
     return (table[0] != table[1]).nonzero().flatten().tolist()
 
 
-FAILURE_POINTS = ("packing", "making room", "copying", "changes", "arrived", "updating", "updated", "voted")
-"""Names of the failure points, which tests use to make a rank fail; each is passed to `at_failure_point`."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MigrationOutcome:
     """Outcome of a migration, the same on all ranks."""

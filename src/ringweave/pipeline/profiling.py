@@ -189,11 +189,6 @@ class Profile:
     def num_devices(self) -> int:
         return len(self.blocks[0].forward_s)
 
-    def stage_s(self, blocks: Sequence[int], device: int) -> tuple[float, float]:
-        """Return forward and backward seconds of some blocks on a device, for one microbatch."""
-        forward = sum(self.blocks[block].forward_s[device] for block in blocks)
-        return forward, sum(self.blocks[block].backward_s[device] for block in blocks)
-
 
 def profile(
     pipeline: Pipeline,

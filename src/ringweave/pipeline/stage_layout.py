@@ -182,11 +182,6 @@ class Settings:
         if self.devices is not None:
             _check_stages(self.devices.num_stages, self.splits)
 
-    @property
-    def schedule_name(self) -> str:
-        """Name of the schedule; `order` for one that was given as data."""
-        return self.schedule if isinstance(self.schedule, str) else "order"
-
 
 def check_boundary_wire(wire: str) -> str:
     """Return the name if tensors can pass from stage to stage in this format.

@@ -42,10 +42,6 @@ class LossTable:
     local_settings: Mapping[str, float]
     """Settings of mode local in all rows, by the names in LOCAL_SETTINGS."""
 
-    def of_wire(self, name: str) -> LossIncrease | None:
-        """Return the increase with gradients in this format; None if it was not measured."""
-        return self.wires.get(name)
-
     def of_local(self, num_sites: int, wire: str, inner_steps: int) -> LossIncrease | None:
         """Return the increase with so many inner steps: between measured numbers of them, that of the worse one.
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ringweave.environment import EXACT
-from ringweave.planning import balancing, modes
+from ringweave.jobs import modes
+from ringweave.planning import balancing
 from ringweave.planning.balancing import Speed
 from ringweave.planning.loss_table import LossIncrease
 from ringweave.planning.sites import FIRST_INNER_STEPS, RoundSplit, Site

@@ -15,13 +15,13 @@ from typing import Any
 
 from ringweave import telemetry, topology
 from ringweave.errors import JobError, UnknownJobError, explain
-from ringweave.files import file_io, rotation
+from ringweave.files import file_io
 from ringweave.jobs import records
 from ringweave.jobs.request import JobRequest
 from ringweave.jobs.states import JobState, NodeState, Reason, make_reason
 from ringweave.launcher import run_dir
 from ringweave.launcher.run_dir import RunDir
-from ringweave.platforms import submission
+from ringweave.platforms import job_logs, submission
 from ringweave.platforms.api import AttemptView, EventView, JobView, LogLine, LogQuery, NodeView, Platform, Submission
 from ringweave.platforms.local import job_folder
 from ringweave.telemetry import Event
@@ -29,7 +29,6 @@ from ringweave.telemetry import Event
 PLATFORM = "runs"
 RUNS_FOLDER = Path("runs")
 """Folder below the current one in which `ringweave run` makes run directories."""
-FOLLOW_INTERVAL_S = 0.2
 _STATES = {
     "running": JobState.RUNNING,
     "done": JobState.SUCCEEDED,
@@ -97,28 +96,24 @@ class RunDirectoryPlatform(Platform):
             os.kill(pid, signal.SIGINT)
         return self._view(directory, name)
 
-    def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
-        return self._read_logs(_require_run_dir(name), which)
-
     def _view(self, directory: RunDir, name: str) -> JobView:
         events = self._events.setdefault(directory.root, _RunEvents(telemetry.EventTail(directory.events)))
         events.read()
         return view_run(directory, name, self._requester, events)
 
-    def _read_logs(self, directory: RunDir, which: LogQuery) -> Iterator[LogLine]:
+    def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
+        directory = _require_run_dir(name)
         nodes = {rank: name for name, ranks in _ranks_by_node(_read_record(directory)).items() for rank in ranks}
-        readers: dict[int, rotation.LineReader] = {}
-        while True:
-            is_over, has_news = not which.follow or not run_dir.is_run_dir_held(directory), False
-            for rank, path in directory.logs_by_rank().items():
-                if which.rank in (None, rank) and which.node in (None, nodes.get(rank)) and which.attempt in (None, 1):
-                    for line in readers.setdefault(rank, rotation.LineReader(path)).read_new(at_end=is_over):
-                        has_news = True
-                        text = line.decode(errors="replace").rstrip("\n")
-                        yield LogLine(node=nodes.get(rank, ""), attempt=1, round=1, rank=rank, text=text)
-            if is_over and not has_news:
-                return
-            self._sleep(0.0 if has_news else FOLLOW_INTERVAL_S)
+
+        def find_logs() -> list[tuple[str, Path]]:
+            return [(f"{nodes.get(rank, '')}/1/1/{rank}", path) for rank, path in directory.logs_by_rank().items()]
+
+        return job_logs.follow_logs(
+            lambda positions: job_logs.read_new_text(find_logs(), positions),
+            which,
+            is_over=lambda: not run_dir.is_run_dir_held(directory),
+            sleep=self._sleep,
+        )
 
 
 @dataclass(slots=True)

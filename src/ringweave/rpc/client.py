@@ -233,14 +233,6 @@ class RpcClient:
             raise self._fail_start(pending, error) from error
         return pending
 
-    def send_oneway(self, message: RpcMessage, buffers: Sequence[Buffer] = (), *, timeout_s: float) -> None:
-        """Send a message without waiting for its answer; return once it is handed to the kernel.
-
-        It takes one of the server's call slots like any other, so that a slow server slows the sender down. Failures of
-        the handler are counted in `traffic` and otherwise ignored.
-        """
-        self.start(message, buffers, timeout_s=timeout_s)
-
     def close(self, *, is_awaited: bool = False) -> None:
         """Close gracefully, within about a second; calls in flight fail.
 

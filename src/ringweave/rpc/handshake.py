@@ -6,7 +6,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -28,7 +28,12 @@ class TurnedAwayError(RefusedError):
 
 
 def accept_handshake(
-    raw: socket.socket, where: str, authentication: PeerAuthentication, limits: RpcLimits, roles: Collection[str]
+    raw: socket.socket,
+    where: str,
+    authentication: PeerAuthentication,
+    limits: RpcLimits,
+    roles: Collection[str],
+    is_revoked: Callable[[Identity], bool] = lambda peer: False,
 ) -> tuple[RpcChannel, Identity]:
     """Run the server's side of the handshake; return the channel and the authenticated peer.
 
@@ -40,6 +45,7 @@ def accept_handshake(
         authentication: Authenticates the peer.
         limits: Limits of the peer from now on.
         roles: Admitted roles; empty means all.
+        is_revoked: Whether the certificate of that process counts no more.
 
     Raises:
         WireError: The peer is refused; the connection is closed.
@@ -53,6 +59,8 @@ def accept_handshake(
     try:
         hello = _receive_first(channel, FrameKind.HELLO, HandshakeHello)
         identity = _check_hello(hello, authentication, authentication.peer_identity(sock), roles)
+        if is_revoked(identity):
+            raise TurnedAwayError("revoked", revoked_text(identity))
         channel.limits = limits
         _send_welcome(channel, authentication.identity, limits)
     except RpcError as refusal:
@@ -108,6 +116,16 @@ def _send_hello(channel: RpcChannel, authentication: PeerAuthentication) -> Hand
         if isinstance(lost.__cause__, ssl.SSLError):  # with TLS 1.3 a server refuses after the client's handshake
             raise tls.handshake_error(lost.__cause__) from lost
         raise
+
+
+def revoked_text(identity: Identity) -> str:
+    """Return the text for a process whose certificate counts no more."""
+    return explain(
+        "certificate",
+        got=f"that of {identity}, which is no member any more",
+        expected="one of a member",
+        do="End this process: its job goes on without it",
+    )
 
 
 def send_refusal(channel: RpcChannel, error: RpcError) -> None:
@@ -237,7 +255,7 @@ class RefusalLog:
         """Note a refusal.
 
         Args:
-            reason: One word for it: `certificate`, `token`, `job`, `role`, `message`, `deadline`, `full`.
+            reason: One word for it: `certificate`, `revoked`, `token`, `job`, `role`, `message`, `deadline`, `full`.
             host: Address of the one refused.
             port: Its port.
             text: The error's text.
@@ -253,6 +271,24 @@ class RefusalLog:
                     text=text[:1000],
                     refusals=count,
                 )
+
+    @contextlib.contextmanager
+    def noted(self, sock: socket.socket) -> Iterator[None]:
+        """Note why a caller is refused in a block, unless it only ends its connection."""
+        try:
+            host, port, *_ = sock.getpeername()
+        except OSError:
+            host, port = "", 0
+        try:
+            yield
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+            raise
+        except ssl.SSLError as error:
+            self.add("certificate", host, port, str(tls.handshake_error(error)))
+            raise
+        except TurnedAwayError as error:
+            self.add(error.reason, host, port, str(error))
+            raise
 
     def _count(self, reason: str, host: str) -> int:
         """Return how many refusals the event stands for; 0 if none is due."""

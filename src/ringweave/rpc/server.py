@@ -416,6 +416,7 @@ class RpcServer:
         handlers: Handlers of the kinds of messages.
         limits: Limits of a peer; None means `RpcLimits()`.
         roles: Admitted roles; empty means every process of the job.
+        is_revoked: Whether a process's certificate counts no more, since it was expelled from the job.
         write_event: Writes events, `EventLog.write`; None writes nothing.
         on_handler_error: Receives unexpected exceptions in handlers; None drops them.
         on_peer_exit: Receives a peer whose last connection its own kernel closed abruptly, as at the end of its
@@ -431,6 +432,7 @@ class RpcServer:
         *,
         limits: RpcLimits | None = None,
         roles: Collection[str] = (),
+        is_revoked: Callable[[Identity], bool] = lambda peer: False,
         write_event: EventWriter | None = None,
         on_handler_error: Callable[[Identity, str, Exception], None] | None = None,
         on_peer_exit: Callable[[Identity], object] | None = None,
@@ -440,7 +442,7 @@ class RpcServer:
         self.refusals = RefusalLog(str(authentication.identity), write_event)
         self._authentication = authentication
         self._handlers = _handlers_by_kind(handlers)
-        self._roles = frozenset(roles)
+        self._roles, self._is_revoked = frozenset(roles), is_revoked
         self._on_handler_error = on_handler_error or (lambda peer, kind, error: None)
         self._on_peer_exit = on_peer_exit or (lambda peer: None)
         self._on_peer_lost = on_peer_lost or (lambda peer: None)
@@ -611,7 +613,9 @@ class RpcServer:
     def _admit(self, raw: socket.socket, address: tuple[str, int]) -> PeerSession:
         where = f"{address[0]}:{address[1]}"
         configure_keepalive(raw, self.limits.patience_s)
-        channel, peer = handshake.accept_handshake(raw, where, self._authentication, self.limits, self._roles)
+        channel, peer = handshake.accept_handshake(
+            raw, where, self._authentication, self.limits, self._roles, self._is_revoked
+        )
         session = PeerSession(
             channel,
             peer,

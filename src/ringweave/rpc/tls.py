@@ -225,6 +225,16 @@ class Credentials:
         return hashlib.sha256(ssl.PEM_cert_to_DER_cert(self.certificate_pem)).hexdigest()
 
 
+def certificate_identity(sock: ssl.SSLSocket | ssl.SSLObject) -> Identity:
+    """Return the identity in the certificate that the other end has shown.
+
+    Raises:
+        UsageError: The certificate names no process of a job, or none was shown.
+    """
+    names = [value for kind, value in (sock.getpeercert() or {}).get("subjectAltName", ()) if kind == "URI"]
+    return Identity.parse(str(names[0]) if len(names) == 1 else "")
+
+
 def peer_fingerprint(sock: ssl.SSLSocket | ssl.SSLObject) -> str:
     """Return the SHA-256 of the certificate that the other end has shown; empty if it has shown none."""
     certificate = sock.getpeercert(binary_form=True)
@@ -435,18 +445,10 @@ class TlsAuthentication:
             RefusedError: The certificate names no process of a job.
         """
         assert isinstance(sock, ssl.SSLSocket), "wrap made it"
-        names = [value for kind, value in (sock.getpeercert() or {}).get("subjectAltName", ()) if kind == "URI"]
         try:
-            return Identity.parse(str(names[0]) if len(names) == 1 else "")
+            return certificate_identity(sock)
         except UsageError as cause:
-            raise RefusedError(
-                explain(
-                    "names in the certificate",
-                    got=names,
-                    expected="one of the form ringweave://JOB/ROLE/NAME",
-                    do="Use a certificate that the job's authority issued",
-                )
-            ) from cause
+            raise RefusedError(f"certificate of the other end: {cause}") from cause
 
 
 class PlaintextAuthentication:

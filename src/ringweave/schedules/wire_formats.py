@@ -34,7 +34,6 @@ _MANTISSA_BITS = 23
 _INFINITY_BITS = 0x7F800000
 _NOT_FINITE = 255
 """Scale of a block that holds an infinity or NaN."""
-_MAX_SCALE = 254
 _ROUNDER = np.float32(3 << 22)
 """Scales that, added to fewer than 2^22 scales, round these to whole ones, which the low bits of the sum then hold."""
 _MAX_ROUNDED_SCALE, _LARGE_SHIFT = 231, 64

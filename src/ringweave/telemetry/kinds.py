@@ -655,12 +655,12 @@ EVENT_KINDS: Mapping[str, EventKind] = {
     "rpc_refused": EventKind(
         meaning="A server of the job refused a connection, cut off a peer that broke the rules, or refused a message "
         "of a peer that stays connected. Each reason and host is reported at once, then at most every ten seconds.",
-        written_by="server, coordinator, member of an elastic job",
+        written_by="server, coordinator, member of an elastic job, worker of an encrypted run",
         fields={
             "service": "identity of the server: `ringweave://JOB/ROLE/NAME`",
             "peer": "address and port of the refused peer",
-            "reason": "`certificate`, `handshake`, `token`, `identity`, `job`, `role`, `message`, `deadline`, "
-            "`connection` or `full`",
+            "reason": "`certificate`, `revoked`, `handshake`, `token`, `identity`, `job`, `role`, `message`, "
+            "`deadline`, `connection` or `full`",
             "text": "the error's text",
             "refusals": "refusals since the last event of this reason and host, this one included",
         },

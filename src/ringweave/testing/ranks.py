@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -191,6 +192,7 @@ def _wait_for_all_ranks(store: Any, num_ranks: int) -> None:
 
 
 def _rank_main(connection: Connection, setting: tuple, function: Callable[..., Any], args: tuple) -> None:
+    gc.freeze()  # a collection would write to all that the fork server has imported, and so copy it: 0.3 s
     import torch
     import torch.distributed as dist
 

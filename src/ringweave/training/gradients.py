@@ -7,6 +7,8 @@ one, and passes with communication do not change gradients that are the same on 
 """
 
 import functools
+import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,9 @@ from ringweave.environment import AUTO_WIRE, EXACT
 from ringweave.errors import TrainingError, explain
 from ringweave.training.timing import MeasuredStep, StepTimer
 
+_LOGGER = logging.getLogger("ringweave")
+_NUM_SAMPLED = 256
+"""Numbers of a bucket that are looked at."""
 _FIRST_WAITS_PASS, _WAITS_PASSES = 16, 64
 """Backward passes at which ranks decide whether their links bind: the first, and every so many."""
 _LONG_WAITS = 0.1
@@ -123,6 +128,8 @@ class GradientReducer:
 
     waits: "GradientWaits | None" = None
     """Opens `auto`; None if the wire format is not `auto`."""
+    has_named_itself: bool = False
+    """The last gradients of this rank were not finite, and it has said so."""
 
     def __post_init__(self) -> None:
         self.residuals = None if self.wire == EXACT else GradientResiduals()
@@ -150,6 +157,7 @@ class GradientReducer:
         """Start the mean over all ranks of one bucket, in place."""
         if bucket.is_last():
             self.timer.gradients_ready()
+            self._name_own_fault(bucket)
         if self.script_hook is not None:
             with wire_scope.encoded_as(EXACT, None):  # it sends what it likes, which need not be gradients
                 return self.script_hook(bucket)
@@ -166,6 +174,29 @@ class GradientReducer:
             work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
         assert work is not None
         return work.get_future().then(lambda done: done.value()[0])
+
+    def _name_own_fault(self, bucket: dist.GradBucket) -> None:
+        """Name this rank in its log if its own gradients are not finite although its parameters are.
+
+        It looks at some numbers of the last bucket, of the first layers, on the CPU: what is not finite in the loss or
+        in a later layer makes all of them so. Looking at all gradients would cost a pass over the memory.
+        """
+        buffer = bucket.buffer()
+        if not (buffer.is_cpu and buffer.is_floating_point()):
+            return
+        sample = buffer[:: max(1, buffer.numel() // _NUM_SAMPLED)]
+        is_finite = math.isfinite(sample.sum(dtype=torch.float64).item())
+        if not is_finite and not self.has_named_itself:
+            if not all(bool(each.detach().isfinite().all()) for each in bucket.parameters()):
+                return  # a fault of an earlier step, perhaps of another rank
+            text = explain(
+                f"gradients of rank {dist.get_rank()}",
+                got="not finite, and so the sum over all ranks",
+                expected="finite numbers",
+                do="Look at the samples and the loss of this worker, or clip gradients",
+            )
+            _LOGGER.warning("ringweave: %s", text)
+        self.has_named_itself = not is_finite
 
 
 class GradientWaits:

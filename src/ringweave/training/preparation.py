@@ -18,10 +18,11 @@ from ringweave.comm import default_group, group_info
 from ringweave.comm.backend import RingweaveProcessGroup
 from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
 from ringweave.environment import AUTO_WIRE, EXACT, WorkerEnvironment, check_max_loss_increase, check_wire
+from ringweave.jobs import modes
 from ringweave.param_server import optimizers
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.versions import StalenessPolicy
-from ringweave.planning import balancing, modes, sites
+from ringweave.planning import balancing, sites
 from ringweave.planning.balancing import Speed
 from ringweave.planning.loss_table import load_loss_table
 from ringweave.planning.mode_forecast import Ring

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import TrainingError, UsageError, explain
-from ringweave.planning import modes
+from ringweave.jobs import modes
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.gradients import SampleWeights
 from ringweave.training.options import Script

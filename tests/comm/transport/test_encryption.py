@@ -1,11 +1,13 @@
 """Connections between nodes under TLS: ranks that prove to be themselves, strangers, and what is on the wire."""
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +19,18 @@ from ringweave.comm.transport.encryption import LinkEncryption
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.comm.transport.sockets import SocketTransport
 from ringweave.rpc import CertificateAuthority
+from ringweave.rpc.handshake import EventWriter
+from tests import polling
 
 TOKEN = b"0123456789abcdef"
 AUTHORITY = CertificateAuthority("job")
 PATTERN = bytes(range(0x30, 0x50))
 
 
-def encryption(name: str, authority: CertificateAuthority = AUTHORITY) -> LinkEncryption:
-    return LinkEncryption(authority.issue("worker", name))
+def encryption(
+    name: str, authority: CertificateAuthority = AUTHORITY, write_event: EventWriter | None = None
+) -> LinkEncryption:
+    return LinkEncryption(authority.issue("worker", name), write_event)
 
 
 class Wire:
@@ -182,15 +188,21 @@ def end_of(sock: socket.socket) -> bytes:
         return b""
 
 
-@pytest.mark.parametrize("admitted", [True, False])
-def test_a_door_admits_only_processes_of_its_job(echo: tuple[str, int], admitted: bool) -> None:
-    authority = AUTHORITY if admitted else CertificateAuthority("other")
-    one, other = tunnel.Tunnel(encryption("0")), tunnel.Tunnel(encryption("1", authority))
-    door = one.open_door(tunnel.listen_at("127.0.0.1", None), echo)
+@pytest.mark.parametrize(("name", "reason"), [("0.1", ""), ("1.0", "revoked"), ("foreign", "certificate")])
+def test_a_door_admits_only_members_of_its_job_and_logs_others(echo: tuple[str, int], name: str, reason: str) -> None:
+    refusals: list[Any] = []
+    authority = CertificateAuthority("other") if name == "foreign" else AUTHORITY
+    one = tunnel.Tunnel(encryption("0", write_event=lambda kind, **fields: refusals.append(fields["reason"])))
+    caller = encryption(name, authority)
+    caller.client_context.verify_mode = ssl.CERT_NONE  # a stranger minds nothing
+    other = tunnel.Tunnel(caller)
+    door = one.open_door(tunnel.listen_at("127.0.0.1", None), echo, revokes=lambda found: found == "1.0")
     gate = other.open_gate(tunnel.listen_on_loopback(), ("127.0.0.1", door.port))
+    socket.create_connection(("127.0.0.1", door.port)).close()  # says nothing, and is not worth a line
     with socket.create_connection(("127.0.0.1", gate.port), timeout=20) as sock:
         sock.sendall(b"hello")
-        assert end_of(sock) == (b"hello" if admitted else b"")
+        assert end_of(sock) == (b"" if reason else b"hello")
+    polling.poll_until(lambda: refusals == ([reason] if reason else []), lambda: f"{refusals}", 20)
     door.close_soon()
     gate.close_soon()
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 from ruamel.yaml import YAML
 
-from ringweave.platforms.kubernetes import certificates
+from ringweave.platforms.kubernetes import agent_gateway
 from tests.fakes.kubernetes.api import FakeApi
 from tests.fakes.kubernetes.http_server import ApiHandler
 from tests.fakes.kubernetes.users import MASTERS_GROUP
@@ -30,7 +30,7 @@ class FakeCluster:
         self.handler = ApiHandler(self.api, bookmark_s=bookmark_s)
         self.url = ""
         # Over plain HTTP kubectl sends no token.
-        self._certificate = certificates.issue_certificate(["127.0.0.1"], datetime.now(UTC))
+        self._certificate = agent_gateway.issue_certificate(["127.0.0.1"], datetime.now(UTC))
         self.loop = asyncio.new_event_loop()
         """Event loop of the server; objects may be changed only in it."""
         self._thread = threading.Thread(target=self._serve, name="fake-api-server", daemon=True)

@@ -1,7 +1,6 @@
 """A run of rings that is killed with all its processes, and started again with other workers, by the real command."""
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -11,8 +10,9 @@ import psutil
 import pytest
 
 from ringweave.training.checkpoints import store
-from tests.launch.conftest import Run, wait_until
+from tests.launch.conftest import Run
 from tests.launch.small_training import SUM, epoch, prepared
+from tests.polling import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -64,8 +64,7 @@ def test_a_run_that_is_killed_goes_on_with_fewer_workers_and_trains_on_each_samp
     run = start("--elastic", "1:3", "--workers", "3", "--mode", "ps-hra", program, EPOCHS=str(first_epoch + 2))
     assert run.process.wait(LIMIT_S) == 0, run.stderr
     assert run.stdout.count(f"goes on after {saved.train_step} in epoch {first_epoch}\n") == 3
-    events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
-    accounts = {each["epoch"]: each for each in events if each["kind"] == "samples_accounted"}
+    accounts = {each["epoch"]: each for each in run.events("samples_accounted")}
     assert [accounts[first_epoch + number]["samples"] for number in (0, 1)] == [left or NUM_SAMPLES, NUM_SAMPLES]
     assert all(each["exact"] for each in accounts.values())
     assert run.record["training"]["exact"]

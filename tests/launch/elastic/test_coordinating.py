@@ -11,8 +11,8 @@ import pytest
 
 from ringweave import rpc
 from ringweave.errors import LaunchError
-from ringweave.launcher.membership_history import MembershipHistory
 from ringweave.launcher.node_context import HostContext
+from ringweave.launcher.restarts import MembershipHistory
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.services import (
     CoordinatorPair,
@@ -26,7 +26,7 @@ from ringweave.membership.messages import CoordinatorStatus, CoordinatorStatusRe
 from ringweave.membership.settings import MemberBounds
 from ringweave.rpc import CertificateAuthority, Credentials
 from ringweave.topology import Cluster, Device, Nic, Node
-from tests.launch.conftest import wait_until
+from tests.polling import wait_until
 
 ENDS_BADLY = "import sys; sys.exit(3)"
 STAYS = "import signal; signal.pause()"

@@ -1,6 +1,5 @@
 """`ringweave run --elastic` itself, with real kills."""
 
-import json
 import os
 import re
 import signal
@@ -9,7 +8,7 @@ import textwrap
 import pytest
 
 from tests.launch import kept_secrets
-from tests.launch.conftest import wait_until
+from tests.polling import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -55,10 +54,6 @@ PLAIN = """
 """
 
 
-def events(run) -> list[dict]:
-    return [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
-
-
 def test_a_killed_worker_comes_back_and_the_others_go_on(start, script) -> None:
     given = script(kept_secrets.TELLS + textwrap.dedent(UNTIL_IT_IS_BACK))
     run = start("--elastic", "1:2", "--workers", "2", "--mode", "sync", given)
@@ -70,12 +65,12 @@ def test_a_killed_worker_comes_back_and_the_others_go_on(start, script) -> None:
     sums = {line.split()[-1] for line in run.stdout.splitlines() if "sum" in line}
     assert len(sums) == 1, "both end with the same parameters"
     assert (run.record["outcome"], run.record["elastic"]) == ("done", "1:2")
-    epochs = [event["members"] for event in events(run) if event["kind"] == "generation_begun"]
+    epochs = [event["members"] for event in run.events("generation_begun")]
     # Whoever stands still for long on a busy machine is put out, and replaced as well.
     assert (epochs[0], [each.partition(".")[0] for each in epochs[-1]]) == (["0.0", "1.0"], ["0", "1"])
     assert epochs[-1][1] != "1.0"
     assert any(len(each) == 1 for each in epochs), "one went on alone"
-    exits = [event["signal"] for event in events(run) if event["kind"] == "worker_exited"]
+    exits = [event["signal"] for event in run.events("worker_exited")]
     assert (exits[0], exits[-1]) == ("SIGKILL", None)
     names = {"run.json", "events.jsonl", "coordinator-0.log", "rank-1.log"}
     kept_secrets.check_none(run.run_dir, run.folder / "secrets", num_told=3, names=names)

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from tests.launch import until_back
-from tests.launch.conftest import Run, wait_until
+from tests.launch.conftest import Run
+from tests.polling import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -18,8 +18,7 @@ def test_where_the_first_of_two_hangs_for_good_the_job_goes_on_with_another_in_i
     run.wait_printed('"member": "0.0"', times=3)
     os.kill(run.pids()[0], signal.SIGSTOP)
     assert run.wait_ended() == 0, run.stderr + run.stdout
-    lines = (run.run_dir / "events.jsonl").read_text().splitlines()
-    exits = [event for event in map(json.loads, lines) if event["kind"] == "worker_exited"]
+    exits = run.events("worker_exited")
     assert (exits[0]["rank"], exits[0]["signal"]) == (0, "SIGKILL")
     assert all(event["exit_code"] == 0 for event in exits[1:])
     said = [json.loads(line.partition(" ")[2]) for line in run.stdout.splitlines() if '"sum"' in line]

@@ -1,6 +1,5 @@
 """Elastic runs that are asked to end, whose members have their data loaded by processes of their own."""
 
-import json
 import signal
 
 import psutil
@@ -42,9 +41,7 @@ def test_whoever_ends_a_run_finds_the_state_after_the_last_train_step(
     assert f"done {saved.train_step + 1}\n" not in run.stdout
     assert "DataLoader worker" not in run.stdout + run.stderr
     assert run.stdout.count("asked to leave") == (2 if handler else 0)
-    lines = (run.run_dir / "events.jsonl").read_text().splitlines()
-    exits = [event for event in map(json.loads, lines) if event["kind"] == "worker_exited"]
-    assert [(event["exit_code"], event["signal"]) for event in exits] == [(143, None)] * 2
+    assert [(event["exit_code"], event["signal"]) for event in run.events("worker_exited")] == [(143, None)] * 2
     assert run.record["cause"] == f"interrupted by {how.name}"
 
 

@@ -1,11 +1,10 @@
 """Workers of real runs whose scripts fail by themselves: a device that is broken, a mistake, a metric of their own."""
 
-import json
 import re
 
 import pytest
 
-from tests.launch.conftest import wait_until
+from tests.polling import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -106,18 +105,13 @@ OWN_COLLECTIVE = """
 """
 
 
-def events(run, kind: str) -> list[dict]:
-    lines = (run.run_dir / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["kind"] == kind]
-
-
 def test_a_mistake_that_all_meet_ends_the_run_at_once_with_its_traceback(start, script) -> None:
     run = start("--elastic", "1:3", "--workers", "3", "--mode", "sync", script(TRAINS + MISTAKE))
     assert run.wait_ended() == 1
     assert "raised KeyError: 'label of the validation set'." in run.stderr
     assert 'raise KeyError("label of the validation set")' in run.stderr
-    assert max(len(event["members"]) for event in events(run, "generation_begun")) == 3
-    names = {name for event in events(run, "generation_begun") for name in event["members"]}
+    assert max(len(event["members"]) for event in run.events("generation_begun")) == 3
+    names = {name for event in run.events("generation_begun") for name in event["members"]}
     assert names == {"0.0", "1.0", "2.0"}, "nobody was started again to try it once more"
 
 
@@ -126,7 +120,7 @@ def test_a_mistake_in_the_last_line_is_the_cause_though_another_worker_was_kille
     assert run.wait_ended() == 1
     assert re.search(r"rank [123] on node node0 raised TypeError: can only concatenate str", run.record["cause"])
     assert 'print("steps: " + steps)' in run.stderr
-    assert "SIGKILL" in {event["signal"] for event in events(run, "worker_exited")}
+    assert "SIGKILL" in {event["signal"] for event in run.events("worker_exited")}
 
 
 @pytest.mark.thorough
@@ -139,7 +133,7 @@ def test_a_broken_device_is_given_up_and_the_others_train_on(start, script, tmp_
     assert "the last time it raised RuntimeError: CUDA error: uncorrectable ECC error encountered." in run.stderr
     sums = [line.split()[-1] for line in run.stdout.splitlines() if "finished" in line]
     assert (len(sums), len(set(sums)), run.record["outcome"]) == (2, 1, "done")
-    assert [event["exit_code"] for event in events(run, "worker_exited") if event["rank"] == 1] == [1, 1, 1]
+    assert [event["exit_code"] for event in run.events("worker_exited") if event["rank"] == 1] == [1, 1, 1]
 
 
 @pytest.mark.thorough

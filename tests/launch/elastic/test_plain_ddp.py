@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ringweave.training.checkpoints import store
-from tests.launch.conftest import Run, wait_until
+from tests.launch.conftest import Run
+from tests.polling import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
 

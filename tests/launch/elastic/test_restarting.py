@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from ringweave.launcher.launcher import WorkerExit
 from ringweave.launcher.outcome import WorkerFailure
 from ringweave.launcher.restarts import LEFT_EXIT_CODE, RunRestartPolicy, SlotExit, WorkerRestartPolicy
+from ringweave.launcher.workers import WorkerExit
 
 FENCED = "ringweave.errors.MembershipError: this worker is no member any more: no heartbeat came in time."
 OVER = "ringweave.errors.MembershipError: job is over: all workers are done."

@@ -3,7 +3,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ringweave.launcher.membership_history import EvictionWatcher, MembershipHistory, read_past_members
+from ringweave.launcher.restarts import EvictionWatcher, MembershipHistory, read_past_members
 from ringweave.telemetry import EVENTS_FORMAT
 
 

@@ -10,8 +10,8 @@ from collections import defaultdict
 import pytest
 
 from ringweave.training.checkpoints import store
-from tests.launch.conftest import wait_until
 from tests.launch.small_training import SUM, epoch, prepared
+from tests.polling import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -85,11 +85,6 @@ for number in loader.epochs(100000):
 """
 
 
-def events(run, kind: str) -> list[dict]:
-    lines = (run.run_dir / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["kind"] == kind]
-
-
 def scale(run, workers: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     program = "from ringweave.cli.main import main; main()"
     command = [sys.executable, "-c", program, "scale", str(run.run_dir), "--workers", str(workers), *arguments]
@@ -107,7 +102,7 @@ def sums(run) -> dict[int, dict[str, str]]:
 
 
 def has_members(run, slots: list[str]) -> bool:
-    epochs = events(run, "generation_begun")
+    epochs = run.events("generation_begun")
     return bool(epochs) and [each.partition(".")[0] for each in epochs[-1]["members"]] == slots
 
 
@@ -127,14 +122,14 @@ def test_two_workers_become_four_and_two_again_and_no_step_is_lost(start, script
     assert sorted(by_step) == list(range(1, len(by_step) + 1)), "every step was done"
     assert all({"0", "1"} <= ranks.keys() and len(set(ranks.values())) == 1 for ranks in by_step.values())
     assert {rank for ranks in by_step.values() for rank in ranks} == {"0", "1", "2", "3"}
-    epochs = [[each.partition(".")[0] for each in event["members"]] for event in events(run, "generation_begun")]
+    epochs = [[each.partition(".")[0] for each in event["members"]] for event in run.events("generation_begun")]
     assert ["0", "1", "2", "3"] in epochs
     assert (epochs[0], epochs[-1]) == (["0", "1"], ["0", "1"])
-    accounts = events(run, "samples_accounted")
+    accounts = run.events("samples_accounted")
     assert accounts
     assert all(event["exact"] for event in accounts)
-    assert events(run, "samples_lost") == []
-    exits = [(event["rank"], event["exit_code"]) for event in events(run, "worker_exited")]
+    assert run.events("samples_lost") == []
+    exits = [(event["rank"], event["exit_code"]) for event in run.events("worker_exited")]
     assert sorted(exits) == [(0, 0), (1, 0), (2, 143), (3, 143)]
     assert run.record["outcome"] == "done"
     over = scale(run, 3)
@@ -150,7 +145,7 @@ def test_what_a_run_cannot_have_is_refused_and_changes_nothing(start, script) ->
     assert json.loads(asked.stdout)["error"].startswith("--workers: 3, expected 1 to 2 (--elastic 1:2).")
     assert scale(run, 0).stderr.startswith("ringweave: error: --workers: 0, expected 1 to 2 (--elastic 1:2).")
     assert not run.run_dir.joinpath("scale.json").exists()
-    assert [event["refused"] != "" for event in events(run, "workers_scaled")] == [True, True]
+    assert [event["refused"] != "" for event in run.events("workers_scaled")] == [True, True]
     assert list(run.pids()) == [0]
 
 
@@ -173,18 +168,18 @@ def test_workers_of_a_ring_leave_and_come_back_and_no_further_ones_come(start, s
     said = "1 workers requested, 2 before; leaving after the train step: rank 1"
     assert (asked.returncode, asked.stdout) == (0, f"{said}\n")
     run.wait_printed("step of 1", times=4)
-    wait_until(lambda: events(run, "worker_exited") != [], "the end of the one that leaves")
+    wait_until(lambda: run.events("worker_exited") != [], "the end of the one that leaves")
     asked = scale(run, 2)
     assert (asked.returncode, asked.stdout) == (0, "2 workers requested, 1 before; started: rank 1\n")
     assert run.wait_ended() == 0, run.stderr + run.stdout
     ends = [line.split()[-1] for line in run.stdout.splitlines() if " sum " in line]
     assert len(ends) == 2
     assert len(set(ends)) == 1, "the same parameters"
-    exits = [(event["rank"], event["exit_code"]) for event in events(run, "worker_exited")]
+    exits = [(event["rank"], event["exit_code"]) for event in run.events("worker_exited")]
     assert exits[0] == (1, 143)
     assert sorted(exits[1:]) == [(0, 0), (1, 0)]
-    assert events(run, "samples_lost") == []
-    accounts = events(run, "samples_accounted")
+    assert run.events("samples_lost") == []
+    accounts = run.events("samples_accounted")
     assert accounts
     assert all(event["exact"] for event in accounts)
 
@@ -202,6 +197,6 @@ def test_where_one_leaves_and_too_few_are_left_the_run_fails_and_says_where_the_
     assert f"{ended} {where}" in run.stderr
     assert run.stdout.count(f"done {saved.train_step}\n") == 2, "the last one that counts"
     assert f"done {saved.train_step + 1}\n" not in run.stdout
-    exits = [(event["rank"], event["exit_code"]) for event in events(run, "worker_exited")]
+    exits = [(event["rank"], event["exit_code"]) for event in run.events("worker_exited")]
     assert exits == [(1, 143), (0, 1)]
     assert run.record["outcome"] == "failed"

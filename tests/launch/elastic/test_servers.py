@@ -1,19 +1,18 @@
 """A run of rings that may lose members, whose servers and coordinators are killed, through the real command."""
 
-import json
 import os
 import re
 import signal
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from ringweave.param_server.leadership import LeadershipRecord
 from ringweave.param_server.leadership_log import FolderLeadershipLog
-from tests.launch.conftest import Run, wait_until
+from tests.launch.conftest import Run
 from tests.launch.small_training import SUM, epoch, prepared
+from tests.polling import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -32,13 +31,9 @@ for epoch in range(5):
 {SUM}"""
 
 
-def events(run: Run) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
-
-
 def pid_of_server(run: Run, index: int) -> int:
     """They are started first in the order of their indices, and again at the same address."""
-    started = [each for each in events(run) if each["kind"] == "server_started"]
+    started = run.events("server_started")
     return next(each["pid"] for each in reversed(started) if each["address"] == started[index]["address"])
 
 
@@ -79,14 +74,30 @@ def test_the_server_is_killed_and_then_it_and_the_coordinator_at_once(start, scr
     assert last is not None
     assert last.term > second.term
     assert len({line.split()[-1] for line in run.stdout.splitlines() if "sum " in line}) == 1
-    found = [
-        (each["epoch"], each["samples"], each["exact"]) for each in events(run) if each["kind"] == "samples_accounted"
-    ]
+    found = [(each["epoch"], each["samples"], each["exact"]) for each in run.events("samples_accounted")]
     assert found == [(number, 96, True) for number in range(5)], "no sample lost: no worker has died"
-    counted = [each for each in events(run) if each["kind"] == "params_counted"][-1]
+    counted = run.events("params_counted")[-1]
     assert counted["version"] >= 5 * 3, "a batch of all rings is at least one push"
-    assert [each["signal"] for each in events(run) if each["kind"] == "server_exited"].count("SIGKILL") == 2
-    assert not [each for each in events(run) if each["kind"] == "worker_exited" and each.get("exit_code") != 0]
+    assert [each["signal"] for each in run.events("server_exited")].count("SIGKILL") == 2
+    assert not [each for each in run.events("worker_exited") if each.get("exit_code") != 0]
+
+
+@pytest.mark.thorough
+def test_the_server_of_a_run_that_is_not_elastic_is_killed(start, script, tmp_path: Path) -> None:
+    run = start("--workers", "2", "--mode", "ps-hra", "--standby", script(script_of()))
+    first = wait_whole(run, tmp_path, 0)
+    os.kill(pid_of_server(run, first.leader), signal.SIGKILL)
+    for number in (0, 2):
+        (tmp_path / f"killed-{number}").touch()
+    assert run.process.wait(LIMIT_S) == 0, run.stderr
+    last = FolderLeadershipLog(run.run_dir / "claims").latest()
+    assert last is not None
+    assert last.term > first.term, "and more than one, if a server stood still for longer than its lease"
+    assert len({line.split()[-1] for line in run.stdout.splitlines() if "sum " in line}) == 1
+    assert "pushes applied" in run.stderr
+    found = [(each["epoch"], each["samples"], each["exact"]) for each in run.events("samples_accounted")]
+    assert found == [(number, 96, True) for number in range(5)]
+    assert "SIGKILL" in [each["signal"] for each in run.events("server_exited")]
 
 
 @pytest.mark.thorough
@@ -99,18 +110,18 @@ def test_a_ring_goes_on_when_the_coordinator_is_killed_with_so_many_of_it_that_n
     run = start("--elastic", "1:2", "--workers", "2", "--mode", "ps-hra", given)
     waits = [tmp_path / f"waits-0-{slot}" for slot in range(2)]
     wait_until(lambda: all(each.exists() for each in waits), "both wait", LIMIT_S)
-    before = len(events(run))
+    before = len(run.events())
     for pid in (run.pids()[0], pid_of_coordinator(run, 0)):
         os.kill(pid, signal.SIGKILL)
     (tmp_path / "killed-0").touch()
 
     def has_gone_on() -> bool:
-        alone = [each["members"][0] for each in events(run)[before:] if len(each.get("members", ())) == 1]
+        alone = [each["members"][0] for each in run.events()[before:] if len(each.get("members", ())) == 1]
         return any(re.fullmatch(goes_on, str(member)) for member in alone)
 
     wait_until(has_gone_on, lambda: f"the ring goes on\n{run.stdout}{run.stderr}", LIMIT_S)
     (tmp_path / "killed-2").touch()
     assert run.process.wait(LIMIT_S) == 0, run.stderr
-    accounted = {each["epoch"]: each["samples"] for each in events(run) if each["kind"] == "samples_accounted"}
+    accounted = {each["epoch"]: each["samples"] for each in run.events("samples_accounted")}
     assert accounted == dict.fromkeys(range(5), 96), "at the end of an epoch nothing is under way that could be lost"
     assert len({line.split()[-1] for line in run.stdout.splitlines() if "sum " in line}) == 1

@@ -7,8 +7,8 @@ import signal
 import psutil
 import pytest
 
-from tests.launch.conftest import wait_until
 from tests.launch.until_back import SCRIPT
+from tests.polling import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -19,15 +19,9 @@ SLEEPS = """
 """
 
 
-def events(run, kind: str) -> list[dict]:
-    path = run.run_dir / "events.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [event for event in map(json.loads, lines) if event["kind"] == kind]
-
-
 def wait_ready(run, number: int) -> list[int]:
-    wait_until(lambda: len(events(run, "spare_ready")) >= number or run.process.poll() is not None, "a spare")
-    return [event["pid"] for event in events(run, "spare_ready")]
+    wait_until(lambda: len(run.events("spare_ready")) >= number or run.process.poll() is not None, "a spare")
+    return [event["pid"] for event in run.events("spare_ready")]
 
 
 @pytest.mark.slow
@@ -40,13 +34,13 @@ def test_a_spare_replaces_a_killed_worker_and_the_parameters_are_alike(start, tm
     victim = run.pids()[1]
     os.kill(victim, signal.SIGKILL)
     assert run.wait_ended() == 0, run.stderr + run.stdout
-    (used,) = events(run, "spare_used")
+    (used,) = run.events("spare_used")
     assert (used["rank"], used["member"]) == (1, "1.1")
     assert used["pid"] not in (victim, spare), "the spare forks it, and stays"
     assert used["waited_s"] >= 0
-    started = [event["pid"] for event in events(run, "worker_started") if event["rank"] == 1]
+    started = [event["pid"] for event in run.events("worker_started") if event["rank"] == 1]
     assert started == [victim, used["pid"]]
-    (exit_time,) = [event["time"] for event in events(run, "worker_exited") if event["signal"]]
+    (exit_time,) = [event["time"] for event in run.events("worker_exited") if event["signal"]]
     said = [
         json.loads(line.partition(" ")[2]) for line in run.stdout.splitlines() if line.startswith(("[0] {", "[1] {"))
     ]
@@ -55,7 +49,7 @@ def test_a_spare_replaces_a_killed_worker_and_the_parameters_are_alike(start, tm
     assert used["time"] >= exit_time
     assert "step" in run.log(1)
     assert (run.record["spares"], run.record["outcome"]) == (1, "done")
-    all_pids = {event["pid"] for kind in ("worker_started", "spare_ready") for event in events(run, kind)}
+    all_pids = {event["pid"] for kind in ("worker_started", "spare_ready") for event in run.events(kind)}
     assert not [pid for pid in all_pids if psutil.pid_exists(pid)], "nothing is left"
     assert not [each for each in psutil.process_iter(["cmdline"]) if str(path) in (each.info["cmdline"] or [])]
 

@@ -10,15 +10,13 @@ import pytest
 
 from ringweave import environment
 from ringweave.errors import LaunchError
-from ringweave.launcher.launcher import WorkerExit, WorkerState
-from ringweave.launcher.membership_history import PastMembers
 from ringweave.launcher.outcome import RunRecorder, WorkerFailure, conclude_run, run_failure_text
 from ringweave.launcher.processes import LocalLauncher
-from ringweave.launcher.restarts import LEFT_EXIT_CODE
+from ringweave.launcher.restarts import LEFT_EXIT_CODE, PastMembers
 from ringweave.launcher.scale_requests import ScaleRequests
 from ringweave.launcher.services import ServiceProcesses
 from ringweave.launcher.supervise import ElasticRules, NodePlan, NodeWorkers, with_member_name
-from ringweave.launcher.workers import WorkerGroup, WorkerSpec
+from ringweave.launcher.workers import WorkerExit, WorkerGroup, WorkerSpec, WorkerState
 from ringweave.membership.membership_records import REASON_ALL_DONE, REASON_STATE_LOST
 
 # Longer than a file should be: every way in which a worker ends is here, each with the same workers and clock.

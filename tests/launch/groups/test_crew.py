@@ -10,7 +10,6 @@ import pytest
 
 from ringweave.jobs.records import EndCause, GroupPhase
 from ringweave.launcher import processes
-from ringweave.launcher.launcher import WorkerExit
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.outcome import RunRecorder, WorkerFailure
 from ringweave.launcher.output import OutputConsole
@@ -18,7 +17,7 @@ from ringweave.launcher.processes import LocalLauncher, ProcessContext
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.services import JobServer, SidecarEndpoint
 from ringweave.launcher.supervise import NodePlan, NodeWorkers
-from ringweave.launcher.workers import HostPort, WorkerProgram
+from ringweave.launcher.workers import HostPort, WorkerExit, WorkerProgram
 from ringweave.membership.client import COORDINATOR_SEARCH_S
 from ringweave.membership.member_rules import StopTraining
 from ringweave.platforms.agent import node_layout
@@ -27,7 +26,7 @@ from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
 from ringweave.platforms.agent.node_round import NodeOutcome, NodeRound, ProgressReader, conclude_elastic_node
 from ringweave.rpc import CertificateAuthority
 from ringweave.training.elastic import member_details
-from tests.launch.conftest import wait_until
+from tests.polling import wait_until
 
 CONFIG = JobConfig(
     job="job", device="cpu", mode="ps-hra", nodes=(NodeConfig(index=0, name="a", workers=1),), script="s.py"
@@ -51,9 +50,7 @@ def test_a_server_that_outlives_a_round_that_failed_was_stopped(
     meeting = HostPort(host="127.0.0.1", port=9)
     program = WorkerProgram(target=str(tmp_path / "s.py"))
     opening = RendezvousResult(round=1, master_address=meeting, servers=(meeting,))
-    group = node_layout.node_worker_group(
-        CONFIG, 0, opening, run_dir=run_dir, program=program, python=sys.executable, cpus=1
-    )
+    group = node_layout.node_worker_group(CONFIG, 0, opening, run_dir=run_dir, program=program, cpus=1)
     record = {"attempt": 1, "command": ["s.py"], "world_size": 1, "cluster": {"name": "job"}}
     server = JobServer(
         [SidecarEndpoint(node="a", advertised=meeting)],

@@ -1,6 +1,7 @@
 """What groups are made of: config, layout, reports, results, what deaths come to."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,9 @@ from ringweave.jobs import records
 from ringweave.jobs.records import EndCause, GroupPhase
 from ringweave.jobs.request import JobRequest, NodeRequest
 from ringweave.jobs.worker_options import RankOrder, WorkerOptions, assign_ranks
-from ringweave.launcher.launcher import WorkerExit
 from ringweave.launcher.outcome import WorkerFailure
 from ringweave.launcher.run_dir import RunDir
-from ringweave.launcher.workers import HostPort, WorkerProgram
+from ringweave.launcher.workers import HostPort, WorkerExit, WorkerProgram
 from ringweave.platforms.agent import agent_channel, job_config, node_layout, node_round
 from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState, RendezvousResult
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
@@ -53,7 +53,7 @@ def test_each_node_starts_its_part_of_the_whole(config: JobConfig, tmp_path: Pat
     run_dir = RunDir(root=tmp_path)
     program = node_layout.worker_program(config, tmp_path)
     assert program == WorkerProgram(target="/home/ann/a/train.py")
-    group = node_layout.node_worker_group(config, 2, opening, run_dir=run_dir, program=program, python="python", cpus=2)
+    group = node_layout.node_worker_group(config, 2, opening, run_dir=run_dir, program=program, cpus=2)
     assert [worker.global_rank for worker in group.workers] == list(range(10, 15))
     environ = group.workers[1].environ
     expected = {
@@ -90,10 +90,8 @@ def test_the_options_of_the_workers_are_those_of_the_request(tmp_path: Path) -> 
     program = node_layout.worker_program(config, tmp_path)
     assert program == WorkerProgram(target="text.train", is_module=True)
     opening = RendezvousResult(round=1, master_address=MEETING)
-    group = node_layout.node_worker_group(
-        config, 1, opening, run_dir=RunDir(root=tmp_path), program=program, python="python", cpus=1
-    )
-    assert group.argv == ("python", "-m", "text.train")
+    group = node_layout.node_worker_group(config, 1, opening, run_dir=RunDir(root=tmp_path), program=program, cpus=1)
+    assert group.argv == (sys.executable, "-m", "text.train")
     expected = {
         "RINGWEAVE_SCHEDULE": "ring",
         "RINGWEAVE_TUNING": "0",

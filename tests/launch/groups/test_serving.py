@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from ringweave.jobs.records import EndCause, GroupPhase
-from ringweave.launcher.launcher import WorkerExit, WorkerState
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.services import SERVER_IDLE_TIMEOUT_S, JobServer, SidecarEndpoint
 from ringweave.launcher.supervise import NodePlan, NodeWorkers
-from ringweave.launcher.workers import HostPort, WorkerGroup, WorkerProgram
+from ringweave.launcher.workers import HostPort, WorkerExit, WorkerGroup, WorkerProgram, WorkerState
 from ringweave.platforms.agent import node_layout
 from ringweave.platforms.agent.agent_channel import DesiredState, RendezvousResult, RoundOverError
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
@@ -71,7 +70,7 @@ def test_workers_are_told_where_the_server_is(tmp_path: Path) -> None:
         round=1, master_address=HostPort(host="h", port=1), servers=(HostPort(host="h", port=7),)
     )
     group = node_layout.node_worker_group(
-        CONFIG, 1, opening, run_dir=RunDir(root=tmp_path), program=WorkerProgram(target="s.py"), python="python", cpus=1
+        CONFIG, 1, opening, run_dir=RunDir(root=tmp_path), program=WorkerProgram(target="s.py"), cpus=1
     )
     assert group.workers[0].environ["RINGWEAVE_SERVER"] == "h:7"
     assert group.workers[0].environ["RINGWEAVE_MODE"] == "ps-hra"

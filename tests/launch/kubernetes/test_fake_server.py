@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tests.fakes.kubernetes import validation
 from tests.fakes.kubernetes.fake_cluster import FakeCluster
 from tests.fakes.kubernetes.object_store import ObjectStore
 from tests.fakes.kubernetes.operator_process import OperatorProcess
+from tests.polling import wait_until
 
 SOON_S = 300.0
 
@@ -29,6 +29,10 @@ def run(kubeconfig: Path, work: Callable[[KubernetesClient], Any]) -> Any:
             return await work(client)
 
     return asyncio.run(inside())
+
+
+def listed(kubeconfig: Path, kind: api_client.ResourceKind) -> list[Object]:
+    return run(kubeconfig, lambda client: client.list(kind, "default"))
 
 
 async def watched(client: KubernetesClient, **params: str) -> list[Object]:
@@ -99,10 +103,10 @@ def test_whoever_shows_no_token_is_nobody(cluster: FakeCluster, kubeconfig: Path
     config["users"][0]["user"]["token"] = "another"
     yaml.dump(config, stranger)
     with pytest.raises(ApiError, match=r"401 Unauthorized.*Log in again"):
-        run(stranger, lambda client: client.list(api_client.PODS, "default"))
+        listed(stranger, api_client.PODS)
     ann = cluster.kubeconfig(tmp_path / "ann", user="ann", groups=())
     with pytest.raises(ApiError, match=r'User "ann" cannot list resource "pods".*Ask for a role that allows it'):
-        run(ann, lambda client: client.list(api_client.PODS, "default"))
+        listed(ann, api_client.PODS)
 
 
 @pytest.mark.parametrize(
@@ -146,13 +150,6 @@ def spec() -> dict[str, Any]:
     }
 
 
-def wait(holds: Callable[[], bool], operator: OperatorProcess) -> None:
-    deadline_s = time.monotonic() + SOON_S
-    while not holds():
-        assert time.monotonic() < deadline_s, operator.log.read_text()
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_operator_goes_on_when_its_watches_expire_and_ends(
@@ -163,9 +160,9 @@ def test_the_operator_goes_on_when_its_watches_expire_and_ends(
         for name in ("first", "second"):
             body = {"metadata": {"name": name}, "spec": spec()}
             run(kubeconfig, lambda client, body=body: client.create(api_client.TRAINING_JOBS, "default", body))
-            wait(lambda: bool(run(kubeconfig, lambda client: client.list(api_client.PODS, "default"))), operator)
+            wait_until(lambda: listed(kubeconfig, api_client.PODS), operator.log.read_text)
             run(kubeconfig, lambda client, name=name: client.delete(api_client.TRAINING_JOBS, "default", name))
-            wait(lambda: not run(kubeconfig, lambda client: client.list(api_client.TRAINING_JOBS, "default")), operator)
+            wait_until(lambda: not listed(kubeconfig, api_client.TRAINING_JOBS), operator.log.read_text)
             # All watches are cut, and what they could go on from is forgotten.
             cluster.call(cluster.cut_watches)
         assert operator.stop() == 0, operator.log.read_text()
@@ -186,13 +183,13 @@ def test_the_operator_ends_though_the_api_server_answers_nothing_any_more(
     with OperatorProcess(kubeconfig, arguments, tmp_path / "log") as operator:
         body = {"metadata": {"name": "third"}, "spec": spec()}
         run(kubeconfig, lambda client: client.create(api_client.TRAINING_JOBS, "default", body))
-        wait(lambda: bool(run(kubeconfig, lambda client: client.list(api_client.PODS, "default"))), operator)
-        pod = run(kubeconfig, lambda client: client.list(api_client.PODS, "default"))[0]
+        wait_until(lambda: listed(kubeconfig, api_client.PODS), operator.log.read_text)
+        pod = listed(kubeconfig, api_client.PODS)[0]
         cluster.handler.before_request = never
         try:
             # It looks, and waits for an answer; so do its watches, which are cut.
             cluster.call(cluster.cut_watches)
-            wait(lambda: bool(asked), operator)
+            wait_until(lambda: asked, operator.log.read_text)
             assert operator.stop() == 0, operator.log.read_text()
         finally:
             cluster.handler.before_request = None

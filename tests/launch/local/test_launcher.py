@@ -12,11 +12,11 @@ import pytest
 from ringweave import environment
 from ringweave.errors import LaunchError
 from ringweave.launcher import processes
-from ringweave.launcher.launcher import WorkerExit
 from ringweave.launcher.output import OutputConsole, WorkerStream
 from ringweave.launcher.processes import LocalLauncher
-from ringweave.launcher.workers import WorkerGroup, WorkerSpec
-from tests.launch.conftest import is_gone, wait_until
+from ringweave.launcher.workers import WorkerExit, WorkerGroup, WorkerSpec
+from tests.launch.conftest import is_gone
+from tests.polling import wait_until
 
 
 def test_the_last_words_of_an_ended_worker_are_waited_for(tmp_path: Path, monkeypatch) -> None:

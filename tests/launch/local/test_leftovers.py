@@ -8,7 +8,8 @@ import psutil
 import pytest
 
 from ringweave.launcher import processes
-from tests.launch.conftest import is_gone, wait_until
+from tests.launch.conftest import is_gone
+from tests.polling import wait_until
 
 PARENT = """
 import signal, subprocess, sys

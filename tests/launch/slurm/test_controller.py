@@ -14,13 +14,14 @@ import psutil
 import pytest
 
 from ringweave.errors import LaunchError
+from ringweave.files.file_io import replace_text
 from ringweave.jobs.states import JobState
-from ringweave.platforms.local.job_folder import replace_text
 from ringweave.platforms.slurm.commands import SlurmClient
 from ringweave.platforms.slurm.controller import CONTROLLER_RETRY_S, SlurmController, grant_from_environment
 from ringweave.platforms.slurm.job_runtime import SlurmJobRuntime
 from ringweave.platforms.slurm.registry import SlurmJobRegistry
 from tests.launch.slurm.fakes import FakeSlurm, a_grant, a_request, a_service, means
+from tests.polling import wait_until
 
 DEADLINE_S = 350.0
 SOON_S = 250.0
@@ -160,10 +161,7 @@ def test_a_requeued_allocation_is_adopted_without_a_charge(tmp_path):
     for group in ("0.1", "1.1"):  # as Slurm ends them; the agents say that they were ended
         root = world.registry.folder("text").group(*map(int, group.split(".")))
         replace_text(root.desired_state, '{"round": 1, "stop": true}')
-    deadline_s = time.monotonic() + SOON_S
-    while world.orphans():
-        assert time.monotonic() < deadline_s, "the agents do not leave"
-        time.sleep(0.01)
+    wait_until(lambda: not world.orphans(), "the agents leave")
     for group in ("0.1", "1.1"):
         root = world.registry.folder("text").group(*map(int, group.split(".")))
         replace_text(root.desired_state, '{"round": 1}')

@@ -14,7 +14,7 @@ from ringweave.membership.failure_detector import Heartbeat
 from tests.membership.serving.asking import CALL_S, count
 from tests.membership.serving.test_mutated import RIGHT
 from tests.membership.test_agent import Still
-from tests.membership.waiting import wait_until
+from tests.polling import wait_until
 from tests.wire.mutations import send_damaged
 from tests.wire.parts import frame
 from tests.wire.processes import serving

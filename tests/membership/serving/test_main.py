@@ -14,7 +14,7 @@ from ringweave.membership.main import CoordinatorProcess, parse
 from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.membership.messages import Join
 from tests.membership.serving.asking import CALL_S, count
-from tests.membership.waiting import wait_until
+from tests.polling import wait_until
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ringweave.membership.settings import MemberBounds, MembershipSettings
 from ringweave.rpc import RpcCall
 from tests.fakes.elastic_job import InProcessCoordinator, fixed_timeout_policy
 from tests.membership.serving.asking import CALL_S, count
-from tests.membership.waiting import wait_until
+from tests.polling import wait_until
 
 
 @pytest.fixture

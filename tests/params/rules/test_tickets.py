@@ -16,7 +16,6 @@ def test_every_sample_is_on_exactly_one_ticket(calls, epoch_samples):
         if repeats:
             assert office.next_shard(ring, numbers[ring], 0, wanted, epoch_samples) == ticket
     assert given_out == list(range(epoch_samples))
-    assert office.num_dispatched(0) == epoch_samples
 
 
 @given(
@@ -35,7 +34,7 @@ def test_rings_at_any_pace_take_all_and_never_more_or_less_than_suits_them(asked
         if ring not in going:
             continue
         numbers[ring] += 1
-        left = epoch_samples - office.num_dispatched(0)
+        left = epoch_samples - len(given_out)
         ticket = office.next_shard(ring, numbers[ring], 0, wanted[ring], epoch_samples, least[ring])
         given_out += range(ticket.first, ticket.first + ticket.num_samples)
         assert ticket.num_samples <= wanted[ring]

@@ -26,8 +26,9 @@ from ringweave.param_server.messages import (
     TensorSpec,
 )
 from ringweave.param_server.optimizers import group_options
+from tests.polling import wait_until
 from tests.wire.mutations import send_damaged
-from tests.wire.parts import frame, wait_until
+from tests.wire.parts import frame
 from tests.wire.processes import serving
 from tests.wire.strangers import authority_and_expired, check_turned_away, refused, strangers
 

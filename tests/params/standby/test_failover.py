@@ -1,7 +1,6 @@
 """Servers in real processes that are killed and stopped while rings push."""
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,15 @@ from ringweave.errors import ConnectionLostError, RemoteError
 from ringweave.param_server.messages import LeaderStatus, LeaderStatusRequest, Pull
 from tests.fakes.parameter_servers import SERVER_START_TIMEOUT_S, ReplicatedServers
 from tests.params.standby import training
+from tests.polling import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * SERVER_START_TIMEOUT_S)]
 
 
 def wait_rounds(rings: list[training.Ring], count: int) -> None:
-    deadline_s = time.monotonic() + SERVER_START_TIMEOUT_S
-    while not all(len(ring.done) >= count or ring.error for ring in rings):
-        assert time.monotonic() < deadline_s, [len(ring.done) for ring in rings]
-        time.sleep(0.01)
+    wait_until(
+        lambda: all(len(ring.done) >= count or ring.error for ring in rings), lambda: [len(ring.done) for ring in rings]
+    )
 
 
 @pytest.mark.thorough

@@ -7,7 +7,6 @@ import pytest
 from ringweave.errors import ScheduleError
 from ringweave.planning.autotune import tuning_messages
 from ringweave.planning.autotune.tuning_messages import (
-    REPORT_LENGTH,
     REPORT_WINDOW,
     SurveyStream,
     TuningDecision,
@@ -18,7 +17,7 @@ from tests.wire.mutations import mutated
 
 def combined(*reports: TuningReport) -> TuningReport:
     vectors = np.array([report.to_vector() for report in reports])
-    assert vectors.shape == (len(reports), REPORT_LENGTH)
+    assert vectors.shape == (len(reports), 5 + REPORT_WINDOW)
     return TuningReport.from_vector(np.fmin.reduce(vectors).tolist())
 
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from ringweave.errors import UsageError
 from ringweave.planning.partition.problem import PartitionMemory, PartitionProblem
-from ringweave.planning.partition.solve import evaluate_partition, solve_by_recurrence, solve_partition
+from ringweave.planning.partition.solve import evaluate_partition, solve_partition
 from tests import effort
-from tests.planning.partitioning.brute_force import least, partitions, random_problem
+from tests.planning.partitioning.brute_force import least, partitions, random_problem, solve_by_recurrence
 
 LIGHT = (1.0,) * 10
 

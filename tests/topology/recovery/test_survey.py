@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 from ringweave.topology import Cluster, Device, Nic, Node, Switch, loads
 from ringweave.topology.inference.infer import SurveyLimits
 from ringweave.topology.inference.observations import (
-    VisibleEdges,
     all_nodes_batch,
     opposite_cut,
     pair_batches,
     rates_across_cut,
-    visible_edges,
 )
 from ringweave.topology.inference.tree import NodeSpec, cluster_from_fit
 from tests import effort
-from tests.topology.recovery.simulated import Network, measure
+from tests.topology.recovery.simulated import Network, VisibleEdges, measure, visible_edges
 
 MBIT = 125e3
 TWO_RACKS = """

@@ -24,10 +24,9 @@ from ringweave.topology.inference.observations import (
     inside_matrix,
     nodes_inside,
     opposite_cut,
-    visible_edges,
 )
 from ringweave.topology.inference.tree import NodeSpec, cluster_from_fit
-from tests.topology.recovery.simulated import Network, measure
+from tests.topology.recovery.simulated import Network, measure, visible_edges
 from tests.topology.recovery.test_survey import FOUR_RACKS, MBIT, TWO_RACKS
 
 AT_THE_START = SurveyLimits(num_rounds=8, num_trials=32)

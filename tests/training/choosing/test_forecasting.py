@@ -2,7 +2,7 @@
 
 import pytest
 
-from ringweave.planning import modes
+from ringweave.jobs import modes
 from ringweave.training.mode_choice import forecast
 
 OPEN = (modes.BALANCED, "as ever")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ringweave.planning import modes
+from ringweave.jobs import modes
 from ringweave.planning.loss_table import LossIncrease, LossTable
 from ringweave.training import Local
 from ringweave.training.mode_choice import forecast

@@ -18,7 +18,7 @@ from ringweave.planning import balancing
 from ringweave.training.checkpoints import store
 from tests import effort
 from tests.fakes.elastic_job import ElasticJob
-from tests.membership.waiting import wait_until
+from tests.polling import wait_until
 from tests.training.elastic import elastic_functions
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]

@@ -11,6 +11,7 @@ from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.training.elastic import member_details, recovery
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.trainer import MemberDescription, TrainerState
+from tests.polling import wait_until
 
 
 class Groups:
@@ -173,10 +174,7 @@ def test_between_two_passes_of_no_sync_is_no_border(is_between_steps: bool) -> N
     frozen = session.pause_training(is_urgent=True)
     assert frozen is not None
     thread.start()
-    deadline_s = time.monotonic() + 60
-    while session.current_status().at_step_boundary != is_between_steps and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert session.current_status().at_step_boundary is is_between_steps
+    wait_until(lambda: session.current_status().at_step_boundary is is_between_steps)
     session.begin_generation(
         Membership(generation_id=(1, 2), statuses=(MemberStatus(member="0.0", has_state=True, note=NOTE),))
     )
@@ -332,10 +330,7 @@ def test_who_joins_has_no_part_in_what_is_spread_so_it_waits_until_that_is_over(
     assert session.current_status().at_step_boundary
     thread = threading.Thread(target=spread)
     thread.start()
-    deadline_s = time.monotonic() + 60
-    while session.current_status().at_step_boundary and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not session.current_status().at_step_boundary
+    wait_until(lambda: not session.current_status().at_step_boundary)
     session.stop_training(StopTraining(reason="enough", is_end=True))
     thread.join(60)
     assert "job is over: enough" in str(heard[0])

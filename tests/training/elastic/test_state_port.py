@@ -14,9 +14,9 @@ from ringweave.membership.messages import WHOLE_JOB, part_of_ring
 from ringweave.rpc.state_transfer import DescribeState, StateDescription, StateServer
 from ringweave.training.elastic import member_process
 from tests.fakes.elastic_job import ElasticJob
+from tests.polling import wait_until
 from tests.training.elastic import elastic_functions
 from tests.training.rings.elastic import ring_functions
-from tests.wire.parts import wait_until
 from tests.wire.strangers import authority_and_expired, check_turned_away, refused, strangers
 
 

@@ -9,7 +9,8 @@ from ringweave import rpc
 from ringweave.errors import DeadlineError, RefusedError, RpcError, UsageError
 from ringweave.rpc.tls import CERTIFICATE_LIFETIME, utc_now
 from ringweave.telemetry import EventLog, read_events
-from tests.wire.parts import Add, Events, connect, serving, trust, wait_until
+from tests.polling import wait_until
+from tests.wire.parts import Add, Events, connect, serving, trust
 
 
 def test_members_of_a_job_talk_and_know_each_other(authority: rpc.CertificateAuthority, events: Events) -> None:
@@ -93,6 +94,22 @@ def test_a_certificate_older_than_any_job_is_refused(events: Events) -> None:
     with serving(trust(authority, "server", "0"), write_event=events) as server:
         refused(server, expired, r"'SSLV3_ALERT_CERTIFICATE_EXPIRED', .*Issue new credentials, and look at the clocks")
         assert "certificate has expired" in events.wait_reason("certificate")["text"]
+
+
+def test_an_expelled_process_is_refused_although_its_certificate_is_valid(
+    authority: rpc.CertificateAuthority, events: Events
+) -> None:
+    revoked = {"1.0"}
+    with serving(
+        trust(authority, "server", "0"), write_event=events, is_revoked=lambda peer: peer.name in revoked
+    ) as server:
+        connect(server, trust(authority, "worker", "1.1")).close()
+        refused(
+            server,
+            trust(authority, "worker", "1.0"),
+            r"certificate: 'that of ringweave://job1/worker/1.0, which is no member any more', expected one of a",
+        )
+        events.wait_reason("revoked")
 
 
 def test_no_certificate_is_refused(authority: rpc.CertificateAuthority, events: Events) -> None:

@@ -11,8 +11,9 @@ from ringweave.errors import MessageError
 from ringweave.rpc import framing
 from ringweave.rpc.framing import FrameKind
 from ringweave.telemetry import EventLog
+from tests.polling import wait_until
 from tests.wire.mutations import host
-from tests.wire.parts import connect, read_frame, serving, trust, wait_until
+from tests.wire.parts import connect, read_frame, serving, trust
 from tests.wire.strangers import refused
 
 WHO = "ringweave://job1/worker/0"

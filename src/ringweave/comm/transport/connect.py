@@ -140,15 +140,19 @@ class IncomingConnections:
 
     def _secure(self, connection: _PendingConnection) -> bool:
         """Continue the TLS handshake; return True once it is done."""
+        assert self._encryption is not None, "plain connections are secured as they are"
         try:
             connection.sock.do_handshake()  # type: ignore[attr-defined]  # pyrefly: ignore
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
         except OSError as cause:
-            self._remove(connection).close()
             if connection.call is not None:
+                self._remove(connection).close()
                 text = f"the connection to it cannot be encrypted: {cause}"
                 raise TransferFailedError(connection.call.peer, text, hung=False) from cause
+            with contextlib.suppress(OSError), self._encryption.refusals.noted(connection.sock):
+                raise
+            self._remove(connection).close()
             return False
         connection.is_secured = True
         return True
@@ -352,6 +356,8 @@ class ConnectionManager:
         hello, sock = incoming
         caller = self._identify(hello, sock)
         if caller is None:
+            if self._group.encryption is not None:
+                self._group.encryption.note_stranger(sock)
             sock.close()
             return None
         return *caller, sock

@@ -4,16 +4,20 @@ Both ends show certificates. A rank's entry in the store has the fingerprint of 
 reached by such connections alone (`tunnel.py`): so a certificate stands for one rank of one group.
 """
 
+import contextlib
 import functools
 import os
 import socket
 import ssl
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ringweave.environment import CREDENTIALS, ENCRYPT, WorkerEnvironment
 from ringweave.errors import UsageError, explain
 from ringweave.rpc import Credentials, tls
+from ringweave.rpc.handshake import EventWriter, RefusalLog, TurnedAwayError
+from ringweave.telemetry import EventLog
 
 RECORD_BYTES = 2**14
 """Largest record of TLS: what one call encrypts."""
@@ -90,7 +94,9 @@ def _skip_bytes(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
 class LinkEncryption:
     """TLS of this process towards the other nodes of its run."""
 
-    def __init__(self, credentials: Credentials) -> None:
+    def __init__(self, credentials: Credentials, write_event: EventWriter | None = None) -> None:
+        """`write_event` writes events about refused callers."""
+        self.refusals = RefusalLog(str(credentials.identity), write_event)
         self.fingerprint = credentials.fingerprint
         self.server_context = credentials.tls_context(is_server=True)
         self.client_context = credentials.tls_context(is_server=False)
@@ -104,6 +110,12 @@ class LinkEncryption:
         wrapped = context.wrap_socket(sock, server_side=is_server, do_handshake_on_connect=False)
         assert isinstance(wrapped, TlsSocket), "the class of this context"
         return wrapped
+
+    def note_stranger(self, sock: socket.socket) -> None:
+        """Note a caller whose words do not fit its certificate."""
+        with contextlib.suppress(TurnedAwayError), self.refusals.noted(sock):
+            do, expected = "Look which process calls", "that of a rank of the group, with its token"
+            raise TurnedAwayError("identity", explain("hello", got="another one", expected=expected, do=do))
 
     @staticmethod
     def peer_fingerprint(sock: socket.socket) -> str:
@@ -129,12 +141,12 @@ def encryption_for(environment: WorkerEnvironment) -> LinkEncryption | None:
                 do=f"Use ringweave run --encrypt on, or let {CREDENTIALS} name a file that Credentials.save wrote",
             )
         )
-    return _load_encryption(environment.credentials)
+    return _load_encryption(environment.credentials, environment.events_path)
 
 
 @functools.cache  # one for the process: an inherited descriptor may be closed by the time of a later group
-def _load_encryption(where: str) -> LinkEncryption:
+def _load_encryption(where: str, events: Path | None) -> LinkEncryption:
     kind, _, number = where.partition(":")
     if kind == "fd" and number.isdecimal():
         os.set_inheritable(int(number), False)
-    return LinkEncryption(Credentials.load_from(where, keep_open=True))
+    return LinkEncryption(Credentials.load_from(where, keep_open=True), EventLog(events).write if events else None)

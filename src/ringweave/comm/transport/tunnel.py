@@ -10,7 +10,6 @@ import contextlib
 import errno
 import functools
 import os
-import random
 import socket
 import ssl
 import sys
@@ -24,12 +23,11 @@ from ringweave import ports
 from ringweave.accept_limits import LimitedListener
 from ringweave.comm.transport.encryption import LinkEncryption, encryption_for
 from ringweave.environment import WorkerEnvironment
+from ringweave.errors import RingweaveError, explain
 from ringweave.ports import PortRange
-from ringweave.rpc import tls
+from ringweave.rpc import handshake, tls
 
 LOOPBACK = "127.0.0.1"
-_FIRST_NETWORK, _NUM_ADDRESSES = 0x7F20_0000, 2**21
-"""127.32.0.0/11: addresses of loopback from which each listener of Gloo draws its own."""
 _PIECE_BYTES = 2**18
 _BACKLOG = 256
 _HANDSHAKE_TIMEOUT_S = 10.0
@@ -39,6 +37,9 @@ _CONNECT_TIMEOUT_S = 1800.0
 """Time for which a gate tries to reach a door, while its caller waits; the caller has limits of its own."""
 _DRAIN_S = 2.0
 """Time that the last bytes get to leave when the other end of a connection is gone."""
+_STRANGER = explain(
+    "certificate", got="that of another process of the job", expected="one of the group's ranks", do="Look who calls"
+)
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Admission = Callable[[str], bool]
 """Tells by the fingerprint of a certificate of the job whether its owner may use a door, or answer at one."""
@@ -47,11 +48,6 @@ Admission = Callable[[str], bool]
 def any_member(fingerprint: str) -> bool:
     """Admit every process of the job."""
     return bool(fingerprint)
-
-
-def draw_loopback_address(rng: random.Random) -> str:
-    """Return an address of the loopback network that no other listener has, by chance."""
-    return socket.inet_ntoa((_FIRST_NETWORK + rng.randrange(1, _NUM_ADDRESSES - 1)).to_bytes(4, "big"))
 
 
 Forwarder = LimitedListener
@@ -71,17 +67,29 @@ class Tunnel:
         threading.Thread(target=self._loop.run_forever, name="ringweave tunnel", daemon=True).start()
         os.register_at_fork(after_in_child=self._close_inherited)
 
-    def open_door(self, listener: socket.socket, target: tuple[str, int], admits: Admission = any_member) -> Forwarder:
+    def open_door(
+        self,
+        listener: socket.socket,
+        target: tuple[str, int],
+        admits: Admission = any_member,
+        revokes: Callable[[str], bool] = lambda name: False,
+    ) -> Forwarder:
         """Lead connections of the job's processes at a listener to a target on loopback.
 
         Args:
             listener: Listens at this node's address.
             target: Address and port that each connection is led to.
             admits: Whether the owner of a certificate is admitted.
+            revokes: Whether the certificate of the process of that name counts no more.
         """
 
         async def serve(forwarder: Forwarder, sock: socket.socket) -> None:
-            stream = await self._secure(sock, is_server=True, admits=admits)
+            with self._encryption.refusals.noted(sock):
+                stream = await self._secure(sock, is_server=True, admits=admits)
+                identity = tls.certificate_identity(stream[1].get_extra_info("ssl_object"))
+                if revokes(identity.name):
+                    stream[1].transport.abort()
+                    raise handshake.TurnedAwayError("revoked", handshake.revoked_text(identity))
             forwarder.limiter.finish(sock.fileno())
             local = await asyncio.open_connection(*target, limit=_PIECE_BYTES)
             await self._lead(stream, local)
@@ -145,7 +153,7 @@ class Tunnel:
             self._descriptors.add(descriptor := sock.fileno())
             try:
                 await serve(forwarder, sock)
-            except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            except (OSError, TimeoutError, asyncio.IncompleteReadError, RingweaveError):
                 pass  # a stranger, or an end that is gone: the other end sees its connection end
             finally:
                 self._descriptors.discard(descriptor)
@@ -153,7 +161,7 @@ class Tunnel:
                 sock.close()
 
         forwarder = Forwarder(listener, self._loop, serve_one)
-        self._forwarders = [each for each in self._forwarders if each.is_open]
+        self._forwarders = [each for each in self._forwarders if each.is_in_use]
         self._forwarders.append(forwarder)
         self._loop.call_soon_threadsafe(forwarder.start)
         return forwarder
@@ -184,13 +192,14 @@ class Tunnel:
         """Return the encrypted connection.
 
         Raises:
-            OSError: The other end has no certificate of the job, or is not admitted.
+            OSError: The other end has no certificate of the job.
+            TurnedAwayError: It is not admitted.
         """
         context = self._encryption.server_context if is_server else self._encryption.client_context
         stream = await _open_stream(sock, context, is_server=is_server)
         if not admits(tls.peer_fingerprint(stream[1].get_extra_info("ssl_object"))):
             stream[1].transport.abort()
-            raise ConnectionRefusedError("its certificate is another one's")
+            raise handshake.TurnedAwayError("identity", _STRANGER)
         return stream
 
     async def _lead(self, one: Stream, other: Stream) -> None:

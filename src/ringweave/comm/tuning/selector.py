@@ -465,15 +465,13 @@ class TuningCache:
         A winner that was known already keeps its age: it was not tried again.
         """
         path = self._path(plan)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         known, now = self._read(plan), self._clock()
         since = {key: at for key, (name, at) in known.items() if schedules.get(key) == name}
         rows = {key: [name, since.get(key, now)] for key, name in sorted(schedules.items())}
         document = {_FORMAT: rows, "nodes": plan.nodes}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-            temporary.replace(path)
+            file_io.replace_text(path, json.dumps(document, indent=2) + "\n")
         except OSError:
             return
 

@@ -16,8 +16,6 @@ from ringweave.schedules.schedule import COLLECTIVE_KINDS, CollectiveKind
 
 REPORT_WINDOW = 16
 """Collectives of one message class in a report."""
-REPORT_LENGTH = 5 + REPORT_WINDOW
-"""Numbers in the vector."""
 
 
 def message_class(num_bytes: int, kind: CollectiveKind = "allreduce", *, is_on_device: bool = False) -> str:

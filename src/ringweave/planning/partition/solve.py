@@ -232,36 +232,6 @@ def _last_source_before(sources: np.ndarray, begin: int, end: int) -> np.ndarray
     return sources[counts.cumsum() + (sources.searchsorted(begin, side="right") - 1)]
 
 
-def solve_by_recurrence(problem: PartitionProblem) -> tuple[tuple[int, ...], float]:
-    """Return splits (last blocks of all stages but the last) and the least bottleneck; () and inf if nothing fits."""
-    costs = PartitionCosts(problem)
-    num_blocks, num_devices = problem.num_blocks, problem.num_devices
-    cuts = range(num_blocks + 1)
-    best = np.array([_stage_s_if_fits(costs, 0, 0, j) for j in cuts])
-    choices = []
-    for device in range(1, num_devices):
-        table = np.full((num_blocks + 1, num_blocks + 1), math.inf)
-        for j in cuts:
-            for s in range(j + 1):
-                table[j, s] = max(best[s], costs.transfer_s(device, s), _stage_s_if_fits(costs, device, s, j))
-        choices.append(table.argmin(axis=1))
-        best = table.min(axis=1)
-    bottleneck_s = float(best[num_blocks])
-    if math.isinf(bottleneck_s):
-        return (), bottleneck_s
-    splits, j = [], num_blocks
-    for chosen in reversed(choices):
-        j = int(chosen[j])
-        splits.append(j)
-    return tuple(reversed(splits)), bottleneck_s
-
-
-def _stage_s_if_fits(costs: PartitionCosts, device: int, s: int, j: int) -> float:
-    if (s == j and not costs.problem.allow_empty) or not costs.fits(device, s, j):
-        return math.inf
-    return costs.compute_s(device, s, j)
-
-
 _SUM_ROUNDING = 1 + 1e-9
 """Relative tolerance for comparing sums that were added up in different orders."""
 

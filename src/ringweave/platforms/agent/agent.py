@@ -13,28 +13,21 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
-import psutil
-
 from ringweave import topology
 from ringweave.errors import RingweaveError
 from ringweave.jobs.records import EndCause, GroupPhase
 from ringweave.launcher import run_dir
-from ringweave.launcher.membership_history import EvictionWatcher, MembershipHistory
 from ringweave.launcher.node_context import NodeContext
-from ringweave.launcher.outcome import RunRecorder, WorkerFailure
-from ringweave.launcher.output import OutputConsole, OutputStream
-from ringweave.launcher.processes import LocalLauncher, ProcessContext
-from ringweave.launcher.restarts import WorkerRestartPolicy
+from ringweave.launcher.output import OutputConsole, OutputStream, write_notice
+from ringweave.launcher.processes import ProcessContext
 from ringweave.launcher.run_dir import RunDir
-from ringweave.launcher.services import CoordinatorQuery, ServiceProcesses
-from ringweave.launcher.spares import SpareRules, gains_from_fork_server
-from ringweave.launcher.supervise import ElasticRules, NodePlan, NodeWorkers, with_member
+from ringweave.launcher.supervise import ElasticRules, NodePlan, NodeSetup, start_node, with_member
 from ringweave.launcher.workers import WorkerGroup, WorkerProgram, WorkerSpec
 from ringweave.platforms.agent import job_config, node_layout
 from ringweave.platforms.agent.agent_channel import (
@@ -51,7 +44,6 @@ from ringweave.platforms.agent.node_round import (
     NodeRound,
     ProgressReader,
     RoundServices,
-    write_warning,
 )
 from ringweave.rpc import Credentials
 
@@ -295,71 +287,61 @@ class _RoundStarter:
         run_dir = round_run_dir(assignment.home, rendezvous.round)
         if rendezvous.addresses:
             self._write_cluster_file(run_dir, rendezvous.addresses)
-        group = _build_node_group(assignment, rendezvous, run_dir, self._program)
+        group = node_layout.node_worker_group(
+            self._config,
+            assignment.node,
+            rendezvous,
+            run_dir=run_dir,
+            program=self._program,
+            cpus=max(1, len(os.sched_getaffinity(0)) // assignment.cpus_shared_by),
+            node_environ=assignment.node_context.node_environ,
+        )
         credentials = self._take_credentials(rendezvous, group)
         is_elastic = self._config.min_workers is not None
         if is_elastic:
             named = [with_member(each, credentials[each.global_rank].identity.name) for each in group.workers]
             group = replace(group, workers=tuple(named))
         names = [each.identity.name for each in credentials.values()]
-        services = self._services.create_services(rendezvous, run_dir, initial_members=names)
+        setup = self._setup(rendezvous, run_dir, credentials)
         plan = NodePlan(
             group=group,
             environ=self._environ,
-            services=services,
-            elastic=self._elastic_rules(rendezvous, run_dir, group, credentials) if is_elastic else None,
+            services=self._services.create_services(rendezvous, run_dir, initial_members=names),
+            elastic=self._elastic_rules(rendezvous, setup, group, credentials) if is_elastic else None,
             is_node_of_job=True,
         )
-        launcher = self._create_launcher(run_dir, credentials, services)
-        recorder = RunRecorder(run_dir, group, self._versions | _round_record(assignment, rendezvous, self._program))
-        launcher.keep_spares(
-            self._program,
-            SpareRules(
-                num_spares=self._config.num_spares,
-                is_elastic=is_elastic,
-                is_over=lambda: bool(self._stop_reason()),
-                node_entry=assignment.node_context.node_entry,
-                on_ready=lambda spare: recorder.spare_ready(spare.process.pid, spare.import_s),
-                on_give_up=write_warning,
-            ),
-        )
-        workers = NodeWorkers(plan, launcher, recorder)
+        workers, recorder = start_node(plan, setup)
         return NodeRound(workers, recorder, ProgressReader(run_dir.events), is_elastic=is_elastic)
 
-    def _create_launcher(
-        self, run_dir: RunDir, credentials: Mapping[int, Credentials], services: Sequence[ServiceProcesses]
-    ) -> LocalLauncher:
+    def _setup(
+        self, rendezvous: RendezvousResult, run_dir: RunDir, credentials: Mapping[int, Credentials]
+    ) -> NodeSetup:
         assignment = self._assignment
         outputs: dict[OutputStream, BinaryIO] = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
-
-        def is_unrelated(process: psutil.Process) -> bool:
-            is_service = any(process.pid in each.pids for each in services)
-            return is_service or assignment.process_context.is_unrelated(process)
-
-        return LocalLauncher(
-            run_dir.worker_log,
-            OutputConsole(outputs if assignment.echoes_output else {}, self._environ),
-            self._environ,
-            wrap_command=assignment.node_context.wrap_worker_command,
+        return NodeSetup(
+            program=self._program,
+            run_dir=run_dir,
+            record=self._versions | _round_record(assignment, rendezvous, self._program),
+            node_context=assignment.node_context,
+            console=OutputConsole(outputs if assignment.echoes_output else {}, self._environ),
             open_credentials=lambda worker: _open_credentials(credentials, worker),
-            process_context=replace(assignment.process_context, is_unrelated=is_unrelated),
+            is_over=lambda: bool(self._stop_reason()),
+            warn=write_notice,
+            num_spares=self._config.num_spares,
+            process_context=assignment.process_context,
         )
 
     def _elastic_rules(
         self,
         rendezvous: RendezvousResult,
-        run_dir: RunDir,
+        setup: NodeSetup,
         group: WorkerGroup,
         credentials: dict[int, Credentials],
     ) -> ElasticRules:
         """Return the rules of an elastic job's workers; new ones take further credentials of their slots.
 
         The coordinators are queried for members with the credentials of a worker, which are in this process anyway.
-        Those in a lab are not queried: this process cannot reach the lab's network.
         """
-        is_reachable = self._assignment.node_context.lab_name is None
-        addresses = [(address.host, address.port) for address in rendezvous.coordinators if is_reachable]
-        query = CoordinatorQuery(addresses, lambda: next(iter(credentials.values())))
 
         def new_member(worker: WorkerSpec, previous: str) -> WorkerSpec:
             rank = worker.global_rank
@@ -367,15 +349,13 @@ class _RoundStarter:
             credentials[rank] = found
             return with_member(worker, found.identity.name)
 
-        is_quick = self._config.num_spares or gains_from_fork_server(self._program, self._environ)
-        return ElasticRules(
-            slots=group,
-            past_members=MembershipHistory(run_dir.events, query.members).read,
-            restarts=WorkerRestartPolicy(first_delay_s=0.0 if is_quick else 1.0, ends_without_services=True),
+        return setup.elastic_rules(
+            group,
+            self._environ,
+            [(address.host, address.port) for address in rendezvous.coordinators],
+            lambda: next(iter(credentials.values())),
             new_member=new_member,
-            evicted_members=EvictionWatcher(run_dir.events).evicted_members,
-            notify_user=write_warning,
-            on_give_up=_report_give_up,
+            ends_without_services=True,
         )
 
     def _take_credentials(self, rendezvous: RendezvousResult, group: WorkerGroup) -> dict[int, Credentials]:
@@ -399,37 +379,6 @@ def _open_credentials(credentials: Mapping[int, Credentials], worker: WorkerSpec
     return None if found is None else found.to_descriptor()
 
 
-def _report_give_up(failure: WorkerFailure, reason: str) -> None:
-    write_warning(
-        f"rank {failure.global_rank} is given up: {reason}, the last time it {failure.reason}. "
-        "The others continue without it."
-    )
-
-
-def _build_node_group(
-    assignment: AgentAssignment, rendezvous: RendezvousResult, run_dir: RunDir, program: WorkerProgram
-) -> WorkerGroup:
-    cpus = max(1, len(os.sched_getaffinity(0)) // assignment.cpus_shared_by)
-    group = node_layout.node_worker_group(
-        assignment.config,
-        assignment.node,
-        rendezvous,
-        run_dir=run_dir,
-        program=program,
-        python=sys.executable,
-        cpus=cpus,
-    )
-    workers = [
-        replace(each, environ={**each.environ, **assignment.node_context.node_environ(each.node)})
-        for each in group.workers
-    ]
-    return replace(group, workers=tuple(workers))
-
-
-def _addresses_text(rendezvous: RendezvousResult) -> str:
-    return ",".join(f"{each.host}:{each.port}" for each in rendezvous.servers)
-
-
 def _round_record(assignment: AgentAssignment, rendezvous: RendezvousResult, program: WorkerProgram) -> dict[str, Any]:
     config = assignment.config
     return {
@@ -448,7 +397,7 @@ def _round_record(assignment: AgentAssignment, rendezvous: RendezvousResult, pro
         "mode": config.mode,
         "elastic": None if config.min_workers is None else f"{config.min_workers}:{config.world_size}",
         "spares": config.num_spares,
-        "server": {"address": _addresses_text(rendezvous)} if rendezvous.servers else None,
+        "server": {"address": rendezvous.server_text} if rendezvous.servers else None,
         "lab": assignment.node_context.lab_name,
         "lab_quotas": assignment.node_context.quota_kind,
     }

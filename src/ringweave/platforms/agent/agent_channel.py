@@ -78,6 +78,11 @@ class RendezvousResult:
     late_nodes: tuple[str, ...] = ()
     """Names of the nodes of an elastic job that were not ready; they may come while the others train."""
 
+    @property
+    def server_text(self) -> str:
+        """`host:port` of each parameter server, separated by commas."""
+        return ",".join(map(str, self.servers))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DesiredState:

@@ -1,13 +1,14 @@
 """Layout of one node: its part of the job's cluster and of the job's worker group. Pure."""
 
-import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringweave import topology
 from ringweave.environment import WorkerEnvironment
+from ringweave.files import file_io
 from ringweave.launcher import entry
 from ringweave.launcher.workers import WorkerGroup, WorkerProgram, build_worker_group
 from ringweave.platforms.agent import job_config
@@ -74,8 +75,8 @@ def node_worker_group(
     *,
     run_dir: "RunDir",
     program: WorkerProgram,
-    python: str,
     cpus: int,
+    node_environ: Callable[[str, int], Mapping[str, str]] = lambda node, local_rank: {},
 ) -> WorkerGroup:
     """Return the workers of one node, with their ranks in the whole job.
 
@@ -85,8 +86,8 @@ def node_worker_group(
         rendezvous: Rendezvous result of the round.
         run_dir: Run directory of this round on this node; contains the cluster file.
         program: Program of the workers.
-        python: Path of the interpreter.
         cpus: CPUs for each worker (OMP_NUM_THREADS).
+        node_environ: Name of a node and local rank -> further variables of the worker there.
     """
     options = config.worker_options
     common = WorkerEnvironment(
@@ -96,16 +97,17 @@ def node_worker_group(
         data=config.data,
         encrypts=config.encrypts,
         coordinators=tuple((address.host, address.port) for address in rendezvous.coordinators),
-        server=",".join(f"{each.host}:{each.port}" for each in rendezvous.servers) or None,
+        server=rendezvous.server_text or None,
     )
     cluster = build_cluster(config, rendezvous.addresses)
-    argv = program.argv(python, entry=entry.__file__ if config.min_workers is not None else None)
+    argv = program.argv(sys.executable, entry=entry.__file__ if config.min_workers is not None else None)
     group = build_worker_group(
         cluster.nodes,
         argv,
         rendezvous.master_address,
         num_cpus=cpus * config.world_size,
         common_environment=options.apply_to(common),
+        node_environ=node_environ,
         order=options.order,
     )
     name = config.node(index).name
@@ -121,7 +123,5 @@ def worker_program(config: JobConfig, home: Path) -> WorkerProgram:
         return replace(program, target=str(Path(config.directory or ".") / config.script))
     path = home / "script" / config.script
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(config.script_text, encoding="utf-8")
-    temporary.replace(path)
+    file_io.replace_text(path, config.script_text)
     return replace(program, target=str(path))

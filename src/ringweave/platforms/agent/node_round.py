@@ -1,7 +1,6 @@
 """One round of a node: progress and outcome of its workers, and preparation of the services that run on it."""
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from ringweave import telemetry
 from ringweave.jobs.records import EndCause, GroupPhase, cause_of_exit
 from ringweave.launcher.node_context import NodeContext
 from ringweave.launcher.outcome import RunRecorder, WorkerFailure, first_cause
+from ringweave.launcher.output import write_notice
 from ringweave.launcher.restarts import JOB_FINISHED, JOB_OVER, MEMBERSHIP_ERROR, NO_COORDINATOR, NO_SERVER
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.services import (
@@ -308,7 +308,7 @@ class RoundServices:
                     run_dir,
                     credentials=self._credential_source(rendezvous.round, COORDINATOR_ROLE),
                     standby_by_index={index: index > 0 or offered != rendezvous.coordinators[index]},
-                    give_up=write_warning,
+                    give_up=write_notice,
                 )
             )
         return services
@@ -323,13 +323,13 @@ class RoundServices:
             run_dir,
             self._credential_source(rendezvous.round, SERVER_ROLE),
             member=ServerPairMember(index=self._server_nodes.index(self._node), open_log=log_server.open),
-            give_up=write_warning,
+            give_up=write_notice,
         )
 
     def _create_server(self, run_dir: RunDir, prepared: _PreparedRound) -> JobServer:
         """Create the server of this node; only of the agent that has offered it, since another one has no state."""
         endpoint = self._endpoint(self._node, prepared.addresses[SERVER_ROLE])
-        return JobServer([endpoint], self._node_context, run_dir, prepared.server_credentials, give_up=write_warning)
+        return JobServer([endpoint], self._node_context, run_dir, prepared.server_credentials, give_up=write_notice)
 
     def _credential_source(self, round_: int, role: str) -> Callable[[int], Credentials]:
         """Return a function that takes the next credentials of a process of this role, by its index."""
@@ -378,9 +378,3 @@ class RoundServices:
             for index in range(count):
                 issued[f"{role}-{index}"] = [authority.issue(role, str(index)) for _ in incarnations]
         return issued
-
-
-def write_warning(text: str) -> None:
-    """Write a warning for people to the agent's own log."""
-    sys.stderr.write(f"ringweave: {text}\n")
-    sys.stderr.flush()

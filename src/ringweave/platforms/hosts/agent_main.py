@@ -17,7 +17,7 @@ from ringweave.param_server.leadership_log import LeadershipLog
 from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.agent import AgentAssignment, run_agent
 from ringweave.platforms.hosts import host_runtime
-from ringweave.platforms.hosts.leadership_record import HostLeadershipLog
+from ringweave.platforms.hosts.host_runtime import HostLeadershipLog
 from ringweave.platforms.hosts.run_entry import HostFolder
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.agent_main import SupervisedWait

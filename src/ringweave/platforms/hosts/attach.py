@@ -9,8 +9,7 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,11 @@ from ringweave.files import rotation
 from ringweave.files.rotation import LogLimits
 from ringweave.jobs.states import JobState
 from ringweave.launcher import outcome, run_dir
-from ringweave.launcher.launcher import WorkerExit
 from ringweave.launcher.outcome import RunResult, WorkerFailure
-from ringweave.launcher.output import OutputConsole, WorkerLog, WorkerStream, write_message
-from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.output import OutputConsole, WorkerLog, WorkerStream, write_message, write_notice
+from ringweave.launcher.run_dir import RunDir, path_from_here
+from ringweave.launcher.supervise import collect_interrupts
+from ringweave.launcher.workers import WorkerExit
 from ringweave.platforms.agent import job_config
 from ringweave.platforms.hosts import host_runtime, join_protocol
 from ringweave.platforms.hosts.run_entry import KnownRun, RunEntry, forget_known_run, parse_entry
@@ -380,7 +380,7 @@ def follow_run(known: KnownRun, connections: HostConnections) -> int:
     console = OutputConsole({"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}, {})
     follower = RunFollower(known, connections, console, write_notice)
     try:
-        with collected_signals() as interrupts:
+        with collect_interrupts() as interrupts:
             try:
                 entry = follower.follow(interrupts)
             except KeyboardInterrupt:
@@ -397,7 +397,7 @@ def follow_run(known: KnownRun, connections: HostConnections) -> int:
         record_end(follower, entry, result, summary)
         write_message(sys.stderr, run_dir.describe_training(summary["training"]))
         write_message(sys.stderr, verdict.headline(verdict.find_losses(events)))
-        log_pattern = f"{_relative(follower.run_dir.root)}/logs/rank-{{rank}}.log"
+        log_pattern = f"{path_from_here(follower.run_dir.root)}/logs/rank-{{rank}}.log"
         write_message(sys.stderr, end_text(entry, result, follower, log_pattern))
         if follower.remove_run():
             forget_known_run(known)
@@ -408,27 +408,3 @@ def follow_run(known: KnownRun, connections: HostConnections) -> int:
         return result.exit_code
     finally:
         follower.close()
-
-
-@contextmanager
-def collected_signals() -> Iterator[list[signal.Signals]]:
-    """Collect SIGINT, SIGTERM and SIGHUP of this process."""
-    received: list[signal.Signals] = []
-    wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    before = {
-        signum: signal.signal(signum, lambda number, _: received.append(signal.Signals(number))) for signum in wanted
-    }
-    try:
-        yield received
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-
-
-def _relative(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def write_notice(text: str) -> None:
-    """Write a notice of the command for people."""
-    write_message(sys.stderr, f"ringweave: {text}{'' if text.endswith(('.', '?')) else '.'}\n")

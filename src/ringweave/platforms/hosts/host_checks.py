@@ -9,8 +9,8 @@ from typing import Any
 
 from ringweave import units
 from ringweave.errors import LaunchError, explain
+from ringweave.launcher.output import write_notice
 from ringweave.platforms.hosts import host_list, install, start
-from ringweave.platforms.hosts.attach import write_notice
 from ringweave.platforms.hosts.host_list import HostSpec
 from ringweave.platforms.hosts.run_entry import HostsOptions
 from ringweave.platforms.hosts.ssh import HostConnections, HostError, NoRingweaveError, SshConnection, run_parallel

@@ -10,7 +10,7 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,13 @@ from typing import Any
 import psutil
 
 from ringweave import rpc
-from ringweave.errors import JobError, LaunchError, RemoteError, RpcError, explain
-from ringweave.files import rotation
+from ringweave.errors import JobError, LaunchError, RemoteError, RingweaveError, RpcError, explain
+from ringweave.files import file_io, rotation
 from ringweave.jobs import records
+from ringweave.param_server import leadership_log
+from ringweave.param_server.leadership import LeadershipRecord
+from ringweave.param_server.leadership_log import LogAnswer, RoundLeadership
+from ringweave.platforms import job_logs
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.hosts import join_protocol
 from ringweave.platforms.hosts.messages import (
@@ -29,19 +33,21 @@ from ringweave.platforms.hosts.messages import (
     HostAction,
     HostReport,
     JoinRequest,
+    LeadershipAnswer,
+    LeadershipRequest,
     LogPieces,
     ReadLogs,
     RunStatus,
 )
 from ringweave.platforms.hosts.quorum_election import Ballot
-from ringweave.platforms.hosts.run_entry import HostConfig, HostFolder, RunEntry, hosts_state_folder, save_durably
+from ringweave.platforms.hosts.run_entry import HostConfig, HostFolder, RunEntry, hosts_state_folder
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_runtime import LocalJobRuntime
 from ringweave.relayed_address import is_relayed
 
-MAX_LOG_ANSWER_BYTES = 4 * 2**20
-"""Upper limit of the log text in one answer."""
 LOCAL_CALL_TIMEOUT_S = 8.0
+LEADERSHIP_TIMEOUT_S = 3.0
+"""Time for an answer about leadership; shorter than that of the server's process for its node agent."""
 JOINER_PROBE_TIMEOUT_S = 3.0
 FETCH_TIMEOUT_S = 100.0
 START_TIMEOUT_S = 15.0
@@ -114,7 +120,7 @@ class HostJobRuntime:
         rendezvous = agent_channel.parse_rendezvous(action.rendezvous)
         if action.secrets:
             self._save_secrets(rendezvous.round, action.secrets)
-        save_durably(self._folder.job.rendezvous, action.rendezvous)
+        file_io.replace_text(self._folder.job.rendezvous, action.rendezvous, is_durable=True)
         for group in self._folder.job.groups():
             job_folder.notify(group.wakeup)
 
@@ -310,21 +316,12 @@ def read_new_logs(folder: HostFolder, positions: Mapping[str, str]) -> tuple[lis
         positions: `NODE/ATTEMPT/ROUND/RANK` -> cursor, `rotation.LogCursor`.
     """
     pieces: list[list[Any]] = []
-    content = bytearray()
-    for path in rotation.find_logs(folder.job.root / "runs", "*/*/round-*/logs/rank-*.log"):
-        node, attempt, round_ = path.parts[-5:-2]
-        key = f"{node}/{attempt}/{round_.removeprefix('round-')}/{path.stem.removeprefix('rank-')}"
-        cursor = rotation.parse_cursor(positions[key]) if key in positions else rotation.LOG_START
-        reader, start = rotation.LineReader(path, cursor=cursor), len(content)
-        for line in reader.read_new():
-            content += line
-            if len(content) >= MAX_LOG_ANSWER_BYTES:
-                break
-        if len(content) > start:
-            pieces.append([key, str(reader.cursor), len(content) - start])
-        if len(content) >= MAX_LOG_ANSWER_BYTES:
-            break
-    return pieces, bytes(content)
+    content = b""
+    for name, path in job_logs.find_logs(folder.job.runs_folder):
+        for key, end, text in job_logs.read_new_text([(name, path)], positions, job_logs.MAX_READ_BYTES - len(content)):
+            pieces.append([key, end, len(text)])
+            content += text
+    return pieces, content
 
 
 class HostLogReader:
@@ -378,7 +375,7 @@ def split_pieces(pieces: Sequence[Sequence[Any]], content: bytes) -> Iterator[tu
 
 def archive_files(folder: HostFolder) -> bytes:
     """Return events, run.json, cluster files and logs of this host as a tar archive; of long logs the newest files."""
-    buffer, runs, left = io.BytesIO(), folder.job.root / "runs", MAX_FETCHED_BYTES
+    buffer, runs, left = io.BytesIO(), folder.job.runs_folder, MAX_FETCHED_BYTES
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         names = ("run.json", "cluster.yaml", "events.jsonl*", "logs/*.log", "logs/*.log.*")
         paths = [path for name in names for path in runs.glob(f"*/*/round-*/{name}")]
@@ -398,14 +395,77 @@ def call_service(folder: HostFolder, message: rpc.RpcMessage) -> RunStatus | Non
     Raises:
         LaunchError: The service refuses.
     """
-    config = folder.load_config()
-    authentication = rpc.TlsAuthentication(rpc.Credentials.load(folder.command_credentials))
     try:
-        with rpc.RpcClient.connect(config.address, config.port, authentication, role=HOST_ROLE) as client:
-            answer = client.call(message, timeout_s=LOCAL_CALL_TIMEOUT_S).message
+        answer = _call_own_service(folder, message, LOCAL_CALL_TIMEOUT_S)
     except RemoteError as error:
         raise (JobError if error.error == "JobError" else LaunchError)(str(error)) from error
     except (RpcError, OSError):
         return None
     assert isinstance(answer, RunStatus)
     return answer
+
+
+def _call_own_service(folder: HostFolder, message: rpc.RpcMessage, timeout_s: float) -> rpc.RpcMessage:
+    config = folder.load_config()
+    authentication = rpc.TlsAuthentication(rpc.Credentials.load(folder.command_credentials))
+    with rpc.RpcClient.connect(
+        config.address, config.port, authentication, role=HOST_ROLE, timeout_s=timeout_s
+    ) as client:
+        return client.call(message, timeout_s=timeout_s).message
+
+
+def commit_leadership(
+    message: LeadershipRequest, change_entry: Callable[[Callable[[RunEntry], RunEntry]], None]
+) -> LeadershipAnswer:
+    """Append a leadership record to the run's entry if it is the next one, and return the latest; None only reads.
+
+    The entry keeps the latest record of the latest round alone, and a quorum of the hosts has it. A record counts as
+    appended once a quorum has saved the entry in the term of the leader that answers; one that is appended again is
+    committed again, since the first attempt may have reached too few hosts. A read record may still get lost with its
+    leader: the servers decide by what they append.
+
+    Args:
+        message: The request.
+        change_entry: Commits a change of the newest entry, which is computed again where another thread was faster.
+
+    Raises:
+        LaunchError: There is no quorum; the record may or may not be appended.
+    """
+    wanted = None if message.record is None else leadership_log.parse_record(message.record)
+    answers: list[LogAnswer] = []
+
+    def change(entry: RunEntry) -> RunEntry:
+        answers.append(leadership_log.append_to(entry.leadership, message.round, wanted))
+        if not answers[-1].is_appended or wanted is None:
+            return entry
+        return replace(entry, leadership=RoundLeadership(round=message.round, record=wanted))
+
+    change_entry(change)
+    latest = answers[-1].latest
+    text = None if latest is None else leadership_log.dump_record(latest)
+    return LeadershipAnswer(record=text, is_appended=answers[-1].is_appended)
+
+
+class HostLeadershipLog:
+    """Log of a round's two servers, asked of the service of this host, which asks the leader of the run."""
+
+    def __init__(self, folder: HostFolder, round_: int) -> None:
+        self._folder, self._round = folder, round_
+
+    def latest(self) -> LeadershipRecord | None:
+        found = self._call(None).record
+        return None if found is None else leadership_log.parse_record(found)
+
+    def append(self, record: LeadershipRecord) -> bool:
+        return self._call(leadership_log.dump_record(record)).is_appended
+
+    def _call(self, record: str | None) -> LeadershipAnswer:
+        message = LeadershipRequest(round=self._round, record=record)
+        try:
+            answer = _call_own_service(self._folder, message, LEADERSHIP_TIMEOUT_S)
+        except (RingweaveError, OSError) as error:
+            do = "Nothing: it is asked again; a run needs a quorum of its hosts to change the leading server"
+            expected = "an answer of the host service"
+            raise leadership_log.log_error(str(error), expected=expected, do=do) from error
+        assert isinstance(answer, LeadershipAnswer)
+        return answer

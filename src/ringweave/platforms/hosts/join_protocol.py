@@ -409,7 +409,7 @@ class JoinListener:
             [RpcHandler(message=JoinRequest, handle=self._handle)],
             limits=LIMITS,
             roles=(JOINER_ROLE,),
-            write_event=_print_refusal,
+            write_event=print_refusal,
         )
         self.refusals = self._server.refusals
 
@@ -500,7 +500,11 @@ class JoinListenerAuthentication:
             )
 
 
-def _print_refusal(kind: str, **fields: object) -> None:
+def print_refusal(kind: str, **fields: object) -> None:
     """Write a refusal into the log of the service; the caller limits their number."""
     del kind
-    print(f"join refused ({fields['reason']}, {fields['refusals']}): {fields['text']}", file=sys.stderr, flush=True)
+    print(
+        f"{fields['service']} refused {fields['peer']} ({fields['reason']}, {fields['refusals']}): {fields['text']}",
+        file=sys.stderr,
+        flush=True,
+    )

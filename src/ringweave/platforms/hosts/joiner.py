@@ -21,10 +21,10 @@ from ringweave.errors import JobError, LaunchError, RefusedError, RemoteError, R
 from ringweave.files import file_io
 from ringweave.jobs.states import JobState
 from ringweave.launcher import node_context
-from ringweave.launcher.output import OutputConsole, WorkerLog, WorkerStream
+from ringweave.launcher.output import OutputConsole, WorkerLog, WorkerStream, write_notice
 from ringweave.launcher.run_dir import software_versions
+from ringweave.launcher.supervise import collect_interrupts
 from ringweave.platforms.hosts import host_runtime, script_files
-from ringweave.platforms.hosts.attach import collected_signals, write_notice
 from ringweave.platforms.hosts.join_protocol import JoinerAuthentication, JoinLine, JoinRefusedError
 from ringweave.platforms.hosts.messages import HOST_ROLE, FileBytes, JoinAnswer, JoinRequest, ReadFile
 from ringweave.platforms.hosts.quorum_election import Ballot
@@ -68,7 +68,7 @@ def join_run(text: str, address: str | None) -> int:
         LaunchError: The run cannot be reached, or this host cannot start its part.
     """
     line = JoinLine.parse(text)
-    with collected_signals() as interrupts:
+    with collect_interrupts() as interrupts:
         admission = _ask_for_seat(line, address, interrupts)
         folder = host_runtime.run_folder(admission.entry.run_id)
         node = admission.entry.hosts[admission.answer.host].node

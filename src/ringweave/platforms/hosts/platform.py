@@ -13,7 +13,7 @@ from ringweave.jobs import admission
 from ringweave.jobs.admission import AccessPolicy, PermissionCache
 from ringweave.jobs.advance import is_finished
 from ringweave.jobs.request import JobRequest
-from ringweave.platforms import api, submission
+from ringweave.platforms import api, job_logs, submission
 from ringweave.platforms.api import EventView, JobView, LogLine, LogQuery, Platform, Submission
 from ringweave.platforms.hosts import host_runtime, join_protocol, run_entry, start
 from ringweave.platforms.hosts.host_list import HostList, HostSpec
@@ -21,7 +21,7 @@ from ringweave.platforms.hosts.messages import RunStatus, RunStatusRequest, RunV
 from ringweave.platforms.hosts.run_entry import HostFolder, HostsOptions, KnownRun, RunEntry, parse_entry
 from ringweave.platforms.hosts.ssh import HostConnections, SshConnection
 
-FOLLOW_INTERVAL_S = 0.3
+_VERB_RETRY_S = 0.3
 VERB_TIMEOUT_S = 10.0
 LogPiecesOfHost = tuple[Sequence[Sequence[Any]], bytes]
 
@@ -78,7 +78,7 @@ class StartedRunAccess:
             except LaunchError:
                 if time.monotonic() >= deadline_s:
                     raise
-                time.sleep(FOLLOW_INTERVAL_S)
+                time.sleep(_VERB_RETRY_S)
             else:
                 return
 
@@ -220,23 +220,13 @@ class HostsPlatform(Platform):
     def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
         entry = self._access(name).read_entry()
         submission.check_log_query(entry.job, which)
-        return self._read_logs(self._access(name), which)
-
-    def _read_logs(self, access: RunAccess, which: LogQuery) -> Iterator[LogLine]:
-        positions: dict[str, str] = {}
-        rests: dict[str, bytes] = {}
-        while True:
-            is_over = not which.follow or _is_over(access)
-            has_news = False
-            for pieces, content in access.read_logs(positions):
-                for key, end, text in host_runtime.split_pieces(pieces, content):
-                    positions[key], has_news = end, True
-                    yield from _log_lines(key, text, rests, which)
-            if is_over and not has_news:
-                for key, rest in rests.items():
-                    yield from _log_lines(key, b"\n" if rest else b"", {key: rest}, which)
-                return
-            self._sleep(0.0 if has_news else FOLLOW_INTERVAL_S)
+        access = self._access(name)
+        return job_logs.follow_logs(
+            lambda positions: [new for each in access.read_logs(positions) for new in host_runtime.split_pieces(*each)],
+            which,
+            is_over=lambda: _is_over(access),
+            sleep=self._sleep,
+        )
 
     def _names(self) -> list[str]:
         here = [folder.load_entry().name for folder in run_entry.find_run_folders(run_entry.hosts_state_folder())]
@@ -292,14 +282,3 @@ def _is_over(access: RunAccess) -> bool:
         return access.read_entry().job.record.state.is_end
     except UnknownJobError:
         return True
-
-
-def _log_lines(key: str, text: bytes, rests: dict[str, bytes], which: LogQuery) -> Iterator[LogLine]:
-    """Yield the whole lines of a log that the query wants; what is left of the last one is kept."""
-    node, attempt, round_, rank = key.split("/")
-    *whole, rests[key] = (rests.get(key, b"") + text).split(b"\n")
-    is_wanted = which.node in (None, node) and which.rank in (None, int(rank)) and which.attempt in (None, int(attempt))
-    for line in whole if is_wanted else ():
-        yield LogLine(
-            node=node, attempt=int(attempt), round=int(round_), rank=int(rank), text=line.decode(errors="replace")
-        )

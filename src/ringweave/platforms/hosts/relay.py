@@ -32,11 +32,13 @@ from ringweave import relayed_address
 from ringweave.accept_limits import AcceptLimits, LimitedListener
 from ringweave.errors import RingweaveError, UsageError
 from ringweave.files import file_io, rotation
+from ringweave.platforms.hosts.join_protocol import print_refusal
 from ringweave.platforms.hosts.messages import HOST_ROLE
 from ringweave.platforms.hosts.run_entry import HostEndpoint, HostFolder
 from ringweave.platforms.local import job_folder
 from ringweave.relayed_address import is_relayed
-from ringweave.rpc import Credentials, Identity, tls
+from ringweave.rpc import Credentials, tls
+from ringweave.rpc.handshake import RefusalLog
 
 PING_S = 1.0
 SILENCE_S = 10.0
@@ -283,7 +285,7 @@ class Relay:
         self._tasks: set[asyncio.Task[None]] = set()
         self._leading: set[asyncio.Task[None]] = set()
         self._servers, self._entrances = list[asyncio.Server](), list[LimitedListener]()
-        self._is_closing = False
+        self._refusals, self._is_closing = RefusalLog(str(credentials.identity), print_refusal), False
 
     @property
     def num_links(self) -> int:
@@ -445,7 +447,7 @@ class Relay:
 
     async def _secure(self, context: ssl.SSLContext, sock: socket.socket) -> None:
         descriptor, stream = sock.fileno(), None
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self._refusals.noted(sock):
             stream = await tls.accept_stream(sock, context, HANDSHAKE_TIMEOUT_S, BUFFER_BYTES)
         self._entrances[0].limiter.finish(descriptor)
         await self._accept(*stream) if stream is not None else sock.close()
@@ -455,8 +457,7 @@ class Relay:
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 hello = file_io.parse_json(await reader.readline())
-            hosts = self._load_hosts()
-            job, name = peer_name(writer)
+            hosts, (job, name) = self._load_hosts(), peer_name(writer)
             known = [each.node for each in hosts]
             is_known = job == self._credentials.identity.job and name in known
             if not is_known or not hmac.compare_digest(str(hello["token"]), self._credentials.token):
@@ -643,8 +644,7 @@ def peer_name(writer: asyncio.StreamWriter) -> tuple[str, str]:
     Raises:
         UsageError: The certificate names something else.
     """
-    names = [value for kind, value in writer.get_extra_info("peercert").get("subjectAltName", ()) if kind == "URI"]
-    identity = Identity.parse(str(names[0]) if len(names) == 1 else "")
+    identity = tls.certificate_identity(writer.get_extra_info("ssl_object"))
     return (identity.job, identity.name) if identity.role == HOST_ROLE else ("", "")
 
 

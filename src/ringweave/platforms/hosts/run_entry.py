@@ -16,7 +16,6 @@ STATE/hosts-NAME/ID/job/             job folder of the local platform, for the w
 """
 
 import json
-import os
 import re
 import socket
 from collections.abc import Mapping
@@ -35,7 +34,7 @@ from ringweave.param_server.leadership_log import RoundLeadership
 from ringweave.platforms.agent.agent_channel import RendezvousResult
 from ringweave.platforms.hosts.host_list import HostSpec
 from ringweave.platforms.hosts.quorum_election import Ballot, EntryVersion
-from ringweave.platforms.local.job_folder import JobFolder, replace_text
+from ringweave.platforms.local.job_folder import JobFolder
 from ringweave.platforms.submission import JobOrigin
 
 
@@ -236,19 +235,19 @@ class HostFolder:
 
     def save_config(self, config: HostConfig) -> None:
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        replace_text(self.host_config, dump_host_config(config))
+        file_io.replace_text(self.host_config, dump_host_config(config))
 
     def load_entry(self) -> RunEntry:
         return parse_entry(file_io.read_bounded(self.entry))
 
     def save_entry(self, entry: RunEntry) -> None:
-        save_durably(self.entry, dump_entry(entry))
+        file_io.replace_text(self.entry, dump_entry(entry), is_durable=True)
 
     def load_ballot(self) -> Ballot:
         return _BALLOT_ADAPTER.validate_json(file_io.read_bounded(self.ballot))
 
     def save_ballot(self, ballot: Ballot) -> None:
-        save_durably(self.ballot, _BALLOT_ADAPTER.dump_json(ballot).decode())
+        file_io.replace_text(self.ballot, _BALLOT_ADAPTER.dump_json(ballot), is_durable=True)
 
 
 def dump_host_config(config: HostConfig) -> str:
@@ -263,16 +262,6 @@ def parse_host_config(text: str | bytes) -> HostConfig:
         ValueError: It is none.
     """
     return _CONFIG_ADAPTER.validate_json(file_io.bounded(text))
-
-
-def save_durably(path: Path, text: str) -> None:
-    """Write the file atomically, and return when it is on the disk."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
 
 
 def hosts_state_folder() -> Path:

@@ -112,9 +112,7 @@ def save_blob(content: bytes) -> None:
     """Save the content of a file in this host's cache."""
     path = blob_path(hashlib.sha256(content).hexdigest())
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    file_io.replace_text(path, content)
 
 
 _FILE_ENTRY = tuple[Annotated[str, Field(pattern=r"^[^\x00]+$")], Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")], int]

@@ -23,10 +23,10 @@ from ringweave.files import rotation
 from ringweave.jobs import verbs
 from ringweave.jobs.advance import is_finished
 from ringweave.launcher.run_dir import software_versions
-from ringweave.platforms.hosts import host_runtime, join_protocol, leadership_record, quorum_election
+from ringweave.platforms.hosts import host_runtime, join_protocol, quorum_election
 from ringweave.platforms.hosts.controller import HOST_LOST_S, VOTER_LOST_S, HostView, RunController
 from ringweave.platforms.hosts.host_runtime import HostJobRuntime
-from ringweave.platforms.hosts.join_protocol import JoinListener
+from ringweave.platforms.hosts.join_protocol import JoinListener, print_refusal
 from ringweave.platforms.hosts.messages import (
     COMMAND_ROLE,
     HOST_ROLE,
@@ -54,7 +54,6 @@ from ringweave.platforms.hosts.quorum_election import EntryVersion, Leadership, 
 from ringweave.platforms.hosts.run_entry import HostFolder, RunEntry, StaleEntryError, dump_entry, parse_entry
 from ringweave.platforms.hosts.script_files import FileOffer
 from ringweave.platforms.local import job_folder
-from ringweave.platforms.local.job_folder import Wakeup
 from ringweave.rpc import RpcCall, RpcClient, RpcHandler, RpcLimits, RpcReply, RpcServer
 
 TICK_S = 0.1
@@ -197,7 +196,7 @@ class HostService:
         self._finished_s: float | None = None
         self._used_s = self._leads_since_s = clock()
         folder.job.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._wakeup = Wakeup(folder.job.wakeup)
+        self._wakeup = job_folder.Wakeup(folder.job.wakeup)
 
     def run(self) -> None:
         """Serve until the run is removed, or has ended and no command has asked for a while."""
@@ -205,6 +204,7 @@ class HostService:
             self.authentication,
             self._handlers(),
             roles=(HOST_ROLE, COMMAND_ROLE),
+            write_event=print_refusal,
             on_handler_error=_print_handler_error,
             on_peer_exit=self._peer_exited,
         )
@@ -528,7 +528,7 @@ class HostService:
 
     def _handle_leadership(self, call: RpcCall) -> rpc.RpcMessage:
         if self._leadership.holds_lease(self._clock()):
-            return leadership_record.commit_record(call.message, self._change_entry)
+            return host_runtime.commit_leadership(call.message, self._change_entry)
         return self._ask_leader(call)
 
     def _ask_leader(self, call: RpcCall) -> rpc.RpcMessage:

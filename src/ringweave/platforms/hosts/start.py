@@ -6,24 +6,20 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from ringweave import __version__, ports, units
 from ringweave.environment import PORTS, is_same_minor
-from ringweave.errors import LaunchError, UsageError, explain
+from ringweave.errors import LaunchError, explain
 from ringweave.jobs import admission
 from ringweave.jobs.admission import PermissionCache
 from ringweave.jobs.records import Job
 from ringweave.jobs.request import ElasticRequest, JobRequest, NodeRequest
-from ringweave.jobs.worker_options import WorkerOptions
-from ringweave.launcher import run_dir
-from ringweave.launcher.run_dir import RunDir, software_versions
-from ringweave.launcher.workers import WorkerProgram
-from ringweave.membership import settings
+from ringweave.launcher.local_run import RunOptions
+from ringweave.launcher.output import write_notice
+from ringweave.launcher.run_dir import software_versions
 from ringweave.platforms import submission
 from ringweave.platforms.hosts import attach, host_list, install, join_protocol
-from ringweave.platforms.hosts.attach import write_notice
 from ringweave.platforms.hosts.host_list import HostList, HostSpec
 from ringweave.platforms.hosts.messages import COMMAND_ROLE, HOST_ROLE
 from ringweave.platforms.hosts.run_entry import (
@@ -342,18 +338,9 @@ ELASTIC_RETRIES = 1000
 class HostsRunOptions:
     """Options of a run on hosts."""
 
+    run: RunOptions
+    """Its program is found on this machine, by workers in `directory`."""
     hosts: str
-    program: WorkerProgram
-    """Found on this machine, by workers in `directory`."""
-    worker_options: WorkerOptions
-    run_dir: str | None
-    mode: str | None
-    elastic: str | None
-    num_spares: int
-    """Number of spares on each host."""
-    has_standby: bool
-    log_environ: Mapping[str, str]
-    """Variables of workers that limit logs."""
     python: str | None
     name: str | None
     detach: bool
@@ -367,7 +354,8 @@ class HostsRunOptions:
     @property
     def directory(self) -> Path:
         """Directory of a script; of a module and of another command the current one, in which they are found."""
-        return Path(self.program.target).absolute().parent if self.program.is_script else Path.cwd()
+        program = self.run.program
+        return Path(program.target).absolute().parent if program.is_script else Path.cwd()
 
 
 def start_job(job: Job, hosts: HostList, directory: Path, options: HostsOptions) -> None:
@@ -412,7 +400,7 @@ def run_on_hosts(options: HostsRunOptions) -> int:
             host_list=hosts,
             directory=options.directory,
             options=connect_options,
-            run_dir=_run_dir(options.run_dir, options.program.target).root,
+            run_dir=_make_run_dir(options.run),
             notify=write_notice,
             ports=options.ports,
             join_expiry_s=options.join_expiry * 60.0,
@@ -434,18 +422,19 @@ def _check_ports(options: HostsRunOptions, hosts: HostList) -> None:
     if options.ports is not None:
         host = max(hosts.hosts, key=lambda host: host.workers)
         # The host service, the store of the process group; then a coordinator and a parameter server.
-        num_services = 4 if options.elastic else 2
+        num_services = 4 if options.run.elastic else 2
         num_services += 2 * any(host.joins for host in hosts.hosts)  # the listener for joiners, the relay
         num_services += host.workers * ports.ENCRYPTED_LISTENERS_PER_WORKER
-        needed = ports.needed_ports(host.workers, is_elastic=options.elastic is not None, num_services=num_services)
+        needed = ports.needed_ports(host.workers, is_elastic=options.run.elastic is not None, num_services=num_services)
         ports.check_size(options.ports, needed, f"host {host.node}")
 
 
 def _job_request(options: HostsRunOptions, hosts: HostList, connections: HostConnections) -> JobRequest:
     has_gpus = all(each.hello["gpus"] >= each.host.workers for each in connections.open)
-    retries = ELASTIC_RETRIES if options.elastic else 0
+    bounds = options.run.bounds(hosts.num_workers)
+    retries = ELASTIC_RETRIES if bounds else 0
     names = [run.name for run in list_known_runs()]
-    program, worker_options = options.program, options.worker_options
+    program = options.run.program
     return JobRequest(
         name=options.name or default_run_name(program.target, time.time(), names),
         num_workers=hosts.num_workers,
@@ -456,38 +445,19 @@ def _job_request(options: HostsRunOptions, hosts: HostList, connections: HostCon
         arguments=program.arguments,
         nodes=tuple(NodeRequest(name=host.node, capacity=host.workers, max_retries=retries) for host in hosts.hosts),
         device="cuda" if has_gpus else "cpu",
-        mode=options.mode or "auto",
-        schedule=worker_options.schedule,
-        tuning=worker_options.tuning,
-        order=str(worker_options.order),
-        replace_backend=worker_options.replace_backend,
-        leader_per_nic=worker_options.leader_per_nic,
-        encrypt=worker_options.encrypt,
-        wire=worker_options.wire,
-        max_loss_increase=worker_options.max_loss_increase,
-        elastic=_elastic_request(options.elastic, hosts.num_workers, options.num_spares),
-        standby=options.has_standby,
-        environment=options.log_environ,
+        mode=options.run.mode or "auto",
+        **options.run.worker_options.to_fields(),
+        elastic=ElasticRequest(min=bounds.min_members, spares=options.run.num_spares) if bounds else None,
+        standby=options.run.has_standby,
+        environment=options.run.log_environ,
         min_per_node=1,
     )
 
 
-def _elastic_request(text: str | None, num_workers: int, num_spares: int) -> ElasticRequest | None:
-    if text is None:
-        return None
-    bounds = settings.parse_bounds(text)
-    if not bounds.min_members <= num_workers <= bounds.max_members:
-        do = "Give bounds that include the number of workers"
-        raise UsageError(explain("--elastic", got=text, expected=f"MIN <= {num_workers} workers <= MAX", do=do))
-    return ElasticRequest(min=bounds.min_members, spares=num_spares)
-
-
-def _run_dir(given: str | None, script: str) -> RunDir:
-    if given:
-        found = RunDir(root=Path(given).absolute())
-        try:
-            found.root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LaunchError(f"run directory {found.root}: {error.strerror}. Give another --run-dir.") from error
-        return found
-    return run_dir.create_run_dir(Path("runs"), script, datetime.now())
+def _make_run_dir(options: RunOptions) -> Path:
+    found = options.resolve_run_dir().root
+    try:
+        found.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"run directory {found}: {error.strerror}. Give another --run-dir.") from error
+    return found

@@ -14,15 +14,7 @@ from ringweave.launcher.workers import HostPort
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent_channel import RendezvousResult
 from ringweave.platforms.agent.job_config import JobConfig
-from ringweave.platforms.kubernetes import (
-    api_client,
-    credential_secrets,
-    job_resource,
-    names,
-    objects,
-    pod_logs,
-    pod_status,
-)
+from ringweave.platforms.kubernetes import api_client, job_resource, names, objects, pod_logs, pod_status
 from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object, ResourceKind
 from ringweave.platforms.kubernetes.api_errors import ApiError
 from ringweave.platforms.kubernetes.job_objects import ObservedJob
@@ -331,7 +323,7 @@ class ActionExecutor:
     async def _delete_secrets_and_service(self, resource: Object) -> None:
         """Delete the Service and the Secrets that exist and belong to the job."""
         owner = objects.JobOwner.from_resource(resource)
-        secrets = [(api_client.SECRETS, name) for name in credential_secrets.secret_names(resource)]
+        secrets = [(api_client.SECRETS, name) for name in objects.secret_names(resource)]
         of_job = [(api_client.SERVICES, names.service_name(owner.name)), *secrets]
         for kind, name in of_job:
             found = await self._client.find(kind, owner.namespace, name)

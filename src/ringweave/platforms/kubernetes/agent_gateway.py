@@ -10,13 +10,21 @@ checked before and after the write, since a removal may come in between.
 import asyncio
 import hashlib
 import hmac
+import ipaddress
+import ssl
+import tempfile
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from pydantic import TypeAdapter
 
 from ringweave.errors import LaunchError, explain
@@ -27,21 +35,63 @@ from ringweave.param_server.leadership import LeadershipRecord
 from ringweave.param_server.leadership_log import LogAnswer, RoundLeadership
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState
-from ringweave.platforms.kubernetes import (
-    api_client,
-    credential_secrets,
-    job_objects,
-    job_resource,
-    names,
-    objects,
-    pod_logs,
-    pod_status,
-)
+from ringweave.platforms.kubernetes import api_client, job_objects, job_resource, names, objects, pod_logs, pod_status
 from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
 from ringweave.platforms.kubernetes.api_errors import ApiError
-from ringweave.platforms.kubernetes.certificates import ServerCertificate
 from ringweave.platforms.kubernetes.job_objects import ObservedJob
 from ringweave.platforms.kubernetes.objects import JobOwner
+
+CERTIFICATE_LIFETIME = timedelta(days=3650)
+"""Pods get the certificate at their creation and run as long as their job."""
+_BACKDATED = timedelta(hours=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerCertificate:
+    """Certificate and private key, as PEM."""
+
+    certificate: str
+    key: str = field(repr=False)
+
+    def ssl_context(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:  # ssl reads files only
+            file.write(self.key + self.certificate)
+            file.flush()
+            context.load_cert_chain(file.name)
+        return context
+
+
+def issue_certificate(hosts: Sequence[str], now: datetime) -> ServerCertificate:
+    """Return a new self-signed certificate for these host names and addresses."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "ringweave")])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BACKDATED)
+        .not_valid_after(now + CERTIFICATE_LIFETIME)
+        .add_extension(x509.SubjectAlternativeName([_subject_alternative_name(host) for host in hosts]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return ServerCertificate(
+        certificate=certificate.public_bytes(serialization.Encoding.PEM).decode(), key=private.decode()
+    )
+
+
+def _subject_alternative_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
 
 
 class UploadRejectedError(LaunchError):
@@ -77,18 +127,18 @@ class CredentialStore:
         """
         name = names.credential_pool_name(uploader.owner.name, node)
         resource = await job_objects.fetch_training_job(self._client, (uploader.owner.namespace, uploader.owner.name))
-        if resource is not None and name not in credential_secrets.secret_names(resource):
+        if resource is not None and name not in objects.secret_names(resource):
             raise UploadRejectedError(
                 f"credentials of node {node}: job {uploader.owner.name} has no such node, or needs none"
             )
         version = (round_, uploader.attempt)
         found = await self._find_secret(uploader.owner, name)
-        if found is not None and credential_secrets.upload_version(found) > version:
+        if found is not None and objects.upload_version(found) > version:
             raise UploadRejectedError(f"credentials of round {round_}: credentials of a later attempt are stored")
         await self._check_job_wanted(uploader.owner)
         if found is not None:
             await self._delete_object(api_client.SECRETS, found)
-        body = credential_secrets.credential_secret(uploader.owner, name, version, texts)
+        body = objects.credential_secret(uploader.owner, name, version, texts)
         made = await self._client.create(api_client.SECRETS, uploader.owner.namespace, body)
         await self._delete_if_unwanted(uploader.owner, api_client.SECRETS, made)
 
@@ -106,12 +156,12 @@ class CredentialStore:
         )
         if found is None:
             return None
-        keys = credential_secrets.next_credential_keys(found, holders)
+        keys = objects.next_credential_keys(found, holders)
         if missing := sorted(set(holders) - keys.keys()):
             raise RoundPassedError(
                 f"round {round_} of job {uploader.owner.name}: no credentials are left for {', '.join(missing)}"
             )
-        texts = credential_secrets.credential_texts(found, set(keys.values()))
+        texts = objects.credential_texts(found, set(keys.values()))
         metadata = found["metadata"]
         body = {
             # Of this read: credentials taken meanwhile by another request are not taken again.
@@ -147,7 +197,7 @@ class CredentialStore:
     async def _find_secret_of_round(self, owner: JobOwner, name: str, round_: int) -> Object | None:
         """Return the Secret if it is of this round; None if there is none, or not yet."""
         found = await self._find_secret(owner, name)
-        latest = 0 if found is None else credential_secrets.upload_version(found)[0]
+        latest = 0 if found is None else objects.upload_version(found)[0]
         if latest > round_:
             raise RoundPassedError(f"round {round_} of job {owner.name} is over: round {latest} has begun")
         return found if latest == round_ else None

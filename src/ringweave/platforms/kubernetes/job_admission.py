@@ -8,7 +8,7 @@ from ringweave.jobs import admission
 from ringweave.jobs import request as jobs_request
 from ringweave.jobs.admission import Permission, PermissionCache
 from ringweave.jobs.records import Job
-from ringweave.platforms.kubernetes import api_client, credential_secrets, job_resource, objects
+from ringweave.platforms.kubernetes import api_client, job_resource, objects
 from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
 from ringweave.platforms.kubernetes.objects import JobOwner, PodSettings
 
@@ -43,9 +43,9 @@ class JobAdmission:
         try:
             request = job_resource.request_from_resource(resource)
             most = max(request.split.counts or (0,))
-            if request.mode in jobs_request.SERVER_MODES and most > credential_secrets.MAX_SERVER_WORKERS_PER_NODE:
+            if request.mode in jobs_request.SERVER_MODES and most > objects.MAX_SERVER_WORKERS_PER_NODE:
                 raise AdmissionRefusedError("TooManyWorkersForServer", _too_many_for_server(request.mode, most))
-            if request.elastic is not None and most > credential_secrets.MAX_ELASTIC_WORKERS_PER_NODE:
+            if request.elastic is not None and most > objects.MAX_ELASTIC_WORKERS_PER_NODE:
                 raise AdmissionRefusedError("TooManyWorkersForElastic", _too_many_on_node(most))
             loop = asyncio.get_running_loop()
             async with self._lock:  # one question at a time, and none twice
@@ -77,7 +77,7 @@ class JobAdmission:
 
 
 def _too_many_for_server(mode: str, num_workers: int) -> str:
-    most = credential_secrets.MAX_SERVER_WORKERS_PER_NODE
+    most = objects.MAX_SERVER_WORKERS_PER_NODE
     expected = f"at most {most} with mode {mode}, whose credentials one Secret holds"
     do = "Share them out over more nodes, or use mode balanced"
     return explain("workers of a node", got=num_workers, expected=expected, do=do)
@@ -85,8 +85,7 @@ def _too_many_for_server(mode: str, num_workers: int) -> str:
 
 def _too_many_on_node(num_workers: int) -> str:
     expected = (
-        f"at most {credential_secrets.MAX_ELASTIC_WORKERS_PER_NODE} in an elastic job, "
-        "whose spare credentials one Secret holds"
+        f"at most {objects.MAX_ELASTIC_WORKERS_PER_NODE} in an elastic job, whose spare credentials one Secret holds"
     )
     do = "Share them out over more nodes, or leave elastic out"
     return explain("workers of a node", got=num_workers, expected=expected, do=do)

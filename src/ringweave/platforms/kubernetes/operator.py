@@ -19,13 +19,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from ringweave.errors import LaunchError, RingweaveError, UsageError, explain
 from ringweave.platforms import metrics
 from ringweave.platforms.api import JobView
-from ringweave.platforms.kubernetes import api_client, certificates, names
+from ringweave.platforms.kubernetes import agent_gateway, api_client, names
 from ringweave.platforms.kubernetes import platform as kubernetes_platform
 from ringweave.platforms.kubernetes.action_executor import ActionExecutor
-from ringweave.platforms.kubernetes.agent_gateway import AgentGateway
+from ringweave.platforms.kubernetes.agent_gateway import AgentGateway, ServerCertificate
 from ringweave.platforms.kubernetes.api_client import ConnectionInfo, KubernetesClient, ResourceKind
 from ringweave.platforms.kubernetes.api_errors import ApiError
-from ringweave.platforms.kubernetes.certificates import ServerCertificate
 from ringweave.platforms.kubernetes.job_admission import JobAdmission
 from ringweave.platforms.kubernetes.job_objects import JobKey
 from ringweave.platforms.kubernetes.objects import Object, PodSettings, Quantity, Toleration
@@ -434,7 +433,7 @@ async def _gateway_certificate(client: KubernetesClient, settings: OperatorSetti
     """Return the gateway's certificate, shared by all successive operators, since Pods know it from their creation."""
     namespace = settings.lease.namespace
     host = urlsplit(settings.pods.gateway_url).hostname or ""
-    issued = certificates.issue_certificate([host], datetime.now(UTC))
+    issued = agent_gateway.issue_certificate([host], datetime.now(UTC))
     body = {
         "metadata": {"name": _GATEWAY_SECRET, "namespace": namespace},
         "type": "kubernetes.io/tls",

@@ -20,7 +20,7 @@ from ringweave.platforms.agent.agent_channel import (
     never_stop,
 )
 from ringweave.platforms.local import job_folder
-from ringweave.platforms.local.job_folder import GroupFolder, JobFolder, replace_text
+from ringweave.platforms.local.job_folder import GroupFolder, JobFolder
 from ringweave.rpc import Credentials
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class FileAgentChannel(AgentChannel):
     def report_status(self, status: AgentStatus) -> None:
         """Replace the status, and wake the supervisor if it runs on this machine."""
         if self._group.root.exists():
-            replace_text(self._group.status, agent_channel.dump_status(status))
+            file_io.replace_text(self._group.status, agent_channel.dump_status(status))
         job_folder.notify(self._job.wakeup)
 
     def wait_for_change(self, timeout_s: float) -> None:

@@ -159,21 +159,19 @@ class JobFolder:
         keys = [(int(words[0]), int(words[1])) for words in names if len(words) == 2 and all(map(str.isdigit, words))]
         return [self.group(node, attempt) for node, attempt in sorted(keys)]
 
+    @property
+    def runs_folder(self) -> Path:
+        """Folder with the run directories of all attempts."""
+        return self.root / "runs"
+
     def runs(self, node_name: str, attempt: int) -> Path:
         """Return the folder with the run directories of an attempt."""
-        return self.root / "runs" / node_name / str(attempt)
+        return self.runs_folder / node_name / str(attempt)
 
 
 def job_folder(state: Path, job_id: str) -> JobFolder:
     """Return the folder of a job."""
     return JobFolder(root=state / "jobs" / job_id)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write the file atomically: a reader sees the old or the new text."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
 
 
 INHERITED_LOCK = 3

@@ -25,7 +25,7 @@ from ringweave.platforms.agent import agent_channel, job_config
 from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState, rendezvous_result
 from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.platforms.local import job_folder
-from ringweave.platforms.local.job_folder import GroupFolder, JobFolder, replace_text
+from ringweave.platforms.local.job_folder import GroupFolder, JobFolder
 
 BoundaryHook = Callable[[str], None]
 
@@ -89,7 +89,7 @@ class FolderJobRuntime(abc.ABC):
         match action:
             case records.CreateConfig():
                 self._folder.rendezvous.unlink(missing_ok=True)
-                replace_text(self._folder.config, job_config.dump_job_config(self._config))
+                file_io.replace_text(self._folder.config, job_config.dump_job_config(self._config))
             case records.CreateGroup():
                 self._create_group(action)
             case records.RestartGroup(node=node, attempt=attempt, round=round_):
@@ -124,7 +124,9 @@ class FolderJobRuntime(abc.ABC):
             return
         try:
             argv = self._agent_command(folder)
-            replace_text(folder.desired_state, agent_channel.dump_desired_state(DesiredState(round=action.round)))
+            file_io.replace_text(
+                folder.desired_state, agent_channel.dump_desired_state(DesiredState(round=action.round))
+            )
             self._on_boundary("desired state written")
             self._spawn_agent(folder, argv, lock, action.round)
         finally:
@@ -143,7 +145,7 @@ class FolderJobRuntime(abc.ABC):
             got, expected = error.strerror or str(error), "a program that starts"
             text = explain(what, got=got, expected=expected, do=do, where=argv[0])
             failed = AgentStatus(round=round_, phase=GroupPhase.FAILED, pid=0, cause=EndCause.PLATFORM, text=text)
-            replace_text(folder.status, agent_channel.dump_status(failed))
+            file_io.replace_text(folder.status, agent_channel.dump_status(failed))
 
     def _release_barrier(self, round_: int) -> None:
         """Release the start barrier: publish the rendezvous result whose master address the node of rank 0 offers."""
@@ -154,7 +156,7 @@ class FolderJobRuntime(abc.ABC):
                 offers[self._config.node(folder.node).name] = status
         rendezvous = rendezvous_result(self._config, round_, offers)
         if rendezvous is not None:
-            replace_text(self._folder.rendezvous, agent_channel.dump_rendezvous(rendezvous))
+            file_io.replace_text(self._folder.rendezvous, agent_channel.dump_rendezvous(rendezvous))
         self._on_boundary("barrier released")
         for folder in self._folder.groups():
             self._wake_agent(folder)
@@ -170,7 +172,7 @@ class FolderJobRuntime(abc.ABC):
             return
         _, before = folder.read_state()
         if before is None or not before.stop or desired.stop:
-            replace_text(folder.desired_state, agent_channel.dump_desired_state(desired))
+            file_io.replace_text(folder.desired_state, agent_channel.dump_desired_state(desired))
         self._wake_agent(folder)
 
     def _released_round(self) -> int:

@@ -3,81 +3,24 @@
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import platformdirs
 
 from ringweave import topology
 from ringweave.errors import JobError
-from ringweave.files import rotation
 from ringweave.jobs import admission, verbs
 from ringweave.jobs.admission import AccessPolicy, PermissionCache
 from ringweave.jobs.advance import is_finished, with_pending_retry
 from ringweave.jobs.records import DesiredJobState, Job
 from ringweave.jobs.request import JobRequest
-from ringweave.platforms import api, submission
+from ringweave.platforms import api, job_logs, submission
 from ringweave.platforms.agent import job_config, node_layout
 from ringweave.platforms.api import JobView, LogLine, LogQuery, Platform, RenderedObject, Submission, Tombstones
 from ringweave.platforms.local import supervisor
-from ringweave.platforms.local.job_folder import REGISTRY, JobFolder, job_folder
+from ringweave.platforms.local.job_folder import REGISTRY, job_folder
 from ringweave.platforms.local.registry import LocalJobRegistry, LocalRegistryEntry
-
-FOLLOW_INTERVAL_S = 0.2
-"""Time between two polls of logs that may grow."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class _LogSource:
-    """Log of one worker in one round; sorts in the order of output."""
-
-    attempt: int
-    round: int
-    node: str
-    rank: int
-    path: Path
-
-    def line(self, content: bytes) -> LogLine:
-        """Return a line of it."""
-        text = content.removesuffix(b"\n").decode(errors="replace")
-        return LogLine(node=self.node, attempt=self.attempt, round=self.round, rank=self.rank, text=text)
-
-
-def read_job_logs(
-    folder: JobFolder, which: LogQuery, *, is_over: Callable[[], bool], sleep: Callable[[float], None]
-) -> Iterator[LogLine]:
-    """Yield the requested lines; a query that follows ends when the job is over.
-
-    Args:
-        folder: Folder of the job.
-        which: Query of the lines.
-        is_over: Returns whether the job is over.
-        sleep: Waits between two polls.
-    """
-    readers: dict[_LogSource, rotation.LineReader] = {}
-    while True:
-        is_over_now = not which.follow or is_over()  # before the last read, so that no line is missed
-        for source in _log_sources(folder, which):
-            readers.setdefault(source, rotation.LineReader(source.path))
-        for source in sorted(readers):
-            yield from map(source.line, readers[source].read_new(at_end=is_over_now))
-        if is_over_now:
-            return
-        sleep(FOLLOW_INTERVAL_S)
-
-
-def _log_sources(folder: JobFolder, which: LogQuery) -> Iterator[_LogSource]:
-    try:
-        paths = rotation.find_logs(folder.root / "runs", "*/*/round-*/logs/rank-*.log")
-    except FileNotFoundError:  # the job is being removed
-        return
-    for path in paths:
-        node, attempt, round_, _, name = path.parts[-5:]
-        rank = int(name.removeprefix("rank-").removesuffix(".log"))
-        is_wanted = which.node in (None, node) and which.rank in (None, rank)
-        if is_wanted and which.attempt in (None, int(attempt)):
-            number = int(round_.removeprefix("round-"))
-            yield _LogSource(attempt=int(attempt), round=number, node=node, rank=rank, path=path)
 
 
 class LocalPlatform(Platform):
@@ -161,8 +104,12 @@ class LocalPlatform(Platform):
     def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
         entry = self._find_checked(name, "logs")
         submission.check_log_query(entry.job, which)
-        return read_job_logs(
-            job_folder(self._state, entry.id), which, is_over=lambda: self._is_over(entry.id), sleep=self._sleep
+        folder = job_folder(self._state, entry.id)
+        return job_logs.follow_logs(
+            lambda positions: job_logs.read_new_text(job_logs.find_logs(folder.runs_folder, which), positions),
+            which,
+            is_over=lambda: self._is_over(entry.id),
+            sleep=self._sleep,
         )
 
     def _desired_after(self, verb: str, job: Job, there: Sequence[Job]) -> DesiredJobState:
@@ -205,7 +152,7 @@ class LocalPlatform(Platform):
 
     def _view(self, entry: LocalRegistryEntry, *, with_events: bool = False) -> JobView:
         events = self._registry.events(entry.id) if with_events else ()
-        files = str(job_folder(self._state, entry.id).root / "runs")
+        files = str(job_folder(self._state, entry.id).runs_folder)
         return api.job_view(with_pending_retry(entry.job, self._clock()), platform="local", events=events, files=files)
 
 

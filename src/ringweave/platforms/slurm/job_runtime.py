@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ringweave.errors import LaunchError
-from ringweave.files import rotation
+from ringweave.files import file_io, rotation
 from ringweave.jobs.records import EndCause, GroupPhase, ObservedGroup
 from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState
 from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.platforms.local import job_folder
-from ringweave.platforms.local.job_folder import GroupFolder, JobFolder, replace_text
+from ringweave.platforms.local.job_folder import GroupFolder, JobFolder
 from ringweave.platforms.local.job_runtime import BoundaryHook, FolderJobRuntime
 from ringweave.platforms.slurm import batch_script
 from ringweave.platforms.slurm.batch_script import AllocationComponent
@@ -217,7 +217,7 @@ class SlurmJobRuntime(FolderJobRuntime):
     def _agent_command(self, folder: GroupFolder) -> Sequence[str]:
         if self._grant is None:
             raise LaunchError(f"job {self._config.job}: no allocation, expected a running one. Request one from Slurm.")
-        replace_text(_grant_path(folder), self._grant.key)
+        file_io.replace_text(_grant_path(folder), self._grant.key)
         self._on_boundary("grant written")
         agent_argv = self._deps.agent_command(self._folder, folder.node, folder.attempt, self._grant.key)
         argv = batch_script.srun_command(

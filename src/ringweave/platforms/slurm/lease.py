@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringweave.platforms.local.job_folder import replace_text
+from ringweave.files import file_io
 
 RENEW_INTERVAL_S = 1.0
 EXPIRED_EXIT_TIMEOUT_S = 10.0
@@ -106,6 +106,6 @@ class LeaseRenewer:
 
     def _write_text(self, text: str) -> None:
         try:
-            replace_text(self._path, text)
+            file_io.replace_text(self._path, text)
         except OSError:  # a stall of the file server, or a deleted job; the lease covers both
             return

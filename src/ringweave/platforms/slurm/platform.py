@@ -12,10 +12,9 @@ from ringweave.jobs import admission, verbs
 from ringweave.jobs.admission import AccessPolicy, PermissionCache
 from ringweave.jobs.records import Job
 from ringweave.jobs.request import JobRequest
-from ringweave.platforms import api, submission
+from ringweave.platforms import api, job_logs, submission
 from ringweave.platforms.agent import job_config, node_layout
 from ringweave.platforms.api import JobView, LogLine, LogQuery, Platform, RenderedObject, Submission, Tombstones
-from ringweave.platforms.local import platform
 from ringweave.platforms.slurm import allocation, batch_script
 from ringweave.platforms.slurm.allocation import AllocationMonitor, MonitoredJob
 from ringweave.platforms.slurm.commands import SlurmClient, SlurmTimeoutError
@@ -133,8 +132,12 @@ class SlurmPlatform(Platform):
         """Yield the output of its workers."""
         entry = self._find_entry(name, "logs")
         submission.check_log_query(entry.job, which)
-        return platform.read_job_logs(
-            self._registry.folder(name), which, is_over=lambda: self._is_job_finished(name), sleep=time.sleep
+        folder = self._registry.folder(name)
+        return job_logs.follow_logs(
+            lambda positions: job_logs.read_new_text(job_logs.find_logs(folder.runs_folder, which), positions),
+            which,
+            is_over=lambda: self._is_job_finished(name),
+            sleep=time.sleep,
         )
 
     def _forget_if_refused(self, entry: SlurmRegistryEntry, error: Exception) -> None:
@@ -196,7 +199,7 @@ class SlurmPlatform(Platform):
     def _job_view(self, monitored: MonitoredJob, *, with_events: bool = False) -> JobView:
         name = monitored.entry.job.request.name
         events = self._registry.events(name) if with_events else ()
-        files = str(self._registry.folder(name).root / "runs")
+        files = str(self._registry.folder(name).runs_folder)
         return api.job_view(
             allocation.displayed_slurm_job(monitored, self._clock()), platform="slurm", events=events, files=files
         )

@@ -33,7 +33,7 @@ from ringweave.jobs import records
 from ringweave.jobs.records import DesiredJobState, Job, JobEvent, JobRecord
 from ringweave.platforms.api import EventView
 from ringweave.platforms.local import job_folder
-from ringweave.platforms.local.job_folder import JobFolder, replace_text
+from ringweave.platforms.local.job_folder import JobFolder
 from ringweave.platforms.slurm.batch_script import AllocationComponent
 from ringweave.platforms.submission import JobOrigin
 
@@ -156,11 +156,11 @@ class SlurmJobRegistry:
 
     def update_desired(self, name: str, desired: DesiredJobState) -> None:
         """Save the desired state of a job. Call it inside `locked_entry`."""
-        replace_text(self.folder(name).root / "desired.json", _DESIRED_ADAPTER.dump_json(desired).decode())
+        file_io.replace_text(self.folder(name).root / "desired.json", _DESIRED_ADAPTER.dump_json(desired).decode())
 
     def save_record(self, name: str, record: JobRecord, allocation_state: AllocationState) -> None:
         """Save record and allocation state of a job in one step. Call it inside `locked_entry`."""
-        replace_text(
+        file_io.replace_text(
             self.folder(name).root / "state.json", _STATE_ADAPTER.dump_json((record, allocation_state)).decode()
         )
 
@@ -176,7 +176,7 @@ class SlurmJobRegistry:
         ]
         if new:
             newest = [*there, *new][-records.MAX_EVENTS :]
-            replace_text(path, "".join(f"{json.dumps(event)}\n" for event in newest))
+            file_io.replace_text(path, "".join(f"{json.dumps(event)}\n" for event in newest))
 
     def events(self, name: str) -> tuple[EventView, ...]:
         """Return the events of a job, oldest first."""

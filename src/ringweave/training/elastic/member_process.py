@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,11 @@ from ringweave.comm import default_group, generation_group
 from ringweave.comm.generation_group import GenerationGroups
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import TrainingError, explain
+from ringweave.jobs import modes
 from ringweave.membership import messages
 from ringweave.membership.client import MembershipClient
 from ringweave.membership.failure_detector import Heartbeat
 from ringweave.membership.messages import Join
-from ringweave.planning import modes
 from ringweave.rpc.state_transfer import StateServer
 from ringweave.telemetry import EventLog
 from ringweave.training import timing
@@ -65,7 +66,7 @@ def join_job(
     """Join the job, or the assigned ring; return when a generation with this member has begun and it has the state."""
     own_name, address, state_server = member_name(environment), generation_group.own_address(), StateServer()
     groups = GenerationGroups(address)
-    server = start_state_server(environment, authentication, state_server, address)
+    server = start_state_server(environment, authentication, state_server, address, groups.revokes)
     description = MemberDescription(
         member=own_name,
         state_address=f"{address} {server.port}",
@@ -101,6 +102,8 @@ def join_job(
     if assigned is None:
         session.repeat_collectives(startup_log)
 
+    groups.find_revoked = session.revokes
+
     def beat() -> Heartbeat:
         if exchange is not None:
             exchange.check_pause(time.monotonic(), is_paused=session.is_paused)
@@ -129,15 +132,23 @@ def peer_authentication(environment: WorkerEnvironment) -> rpc.TlsAuthentication
 
 
 def start_state_server(
-    environment: WorkerEnvironment, authentication: rpc.PeerAuthentication, state_server: StateServer, address: str
+    environment: WorkerEnvironment,
+    authentication: rpc.PeerAuthentication,
+    state_server: StateServer,
+    address: str,
+    revokes: Callable[[str], bool] = lambda name: False,
 ) -> rpc.RpcServer:
-    """Start the server from which joining members read this member's state; it logs refused peers."""
+    """Start the server from which joining members read this member's state; it logs refused peers.
+
+    `revokes` tells whether the certificate of that member counts no more.
+    """
     path = environment.events_path
     record = EventLog(path).write if path else None
     server = rpc.RpcServer(
         authentication,
         state_server.handlers(),
         roles=("worker",),
+        is_revoked=lambda peer: revokes(peer.name),
         write_event=record,
         on_handler_error=_log_server_error,
     )

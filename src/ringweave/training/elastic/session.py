@@ -395,6 +395,11 @@ class ElasticSession:
             return True
         return state.catch_up.is_loaded if state.catch_up else not state.is_paused
 
+    def revokes(self, member: str) -> bool:
+        """Return whether the certificate of that process of the job counts no more."""
+        newest = self._state.newest_membership
+        return newest is not None and newest.revokes(member)
+
     @property
     def membership(self) -> Membership:
         assert self._state.membership is not None, "after start"

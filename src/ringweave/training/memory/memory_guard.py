@@ -89,9 +89,7 @@ class OomRecord:
         if self._path is None:
             return
         try:
-            written = self._path.with_suffix(".tmp")
-            written.write_text(json.dumps([self._num_oom_kills, self.factor]), encoding="utf-8")
-            written.replace(self._path)
+            file_io.replace_text(self._path, json.dumps([self._num_oom_kills, self.factor]))
         except OSError as error:
             _LOGGER.warning("record of out-of-memory errors: %s. The next process does not know of them.", error)
 

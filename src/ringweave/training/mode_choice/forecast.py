@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader
 
 from ringweave.comm import default_group
 from ringweave.environment import EXACT, WorkerEnvironment
+from ringweave.jobs import modes
 from ringweave.param_server import optimizers
 from ringweave.param_server.versions import StalenessPolicy
-from ringweave.planning import balancing, mode_forecast, modes, ring_grouping, sites
+from ringweave.planning import balancing, mode_forecast, ring_grouping, sites
 from ringweave.planning.loss_table import LossTable
 from ringweave.planning.mode_forecast import ModeForecast, OuterSteps, Ring, StepWorkload, WorkerRates
 from ringweave.rpc import RpcLimits

@@ -25,11 +25,12 @@ from torch.utils.data import DataLoader
 
 from ringweave import rpc
 from ringweave.environment import WorkerEnvironment
+from ringweave.jobs import modes
 from ringweave.param_server import optimizers
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.flat import FlatTensors
 from ringweave.param_server.messages import ExchangeBenchmarkResult, ParameterGroup, ServerSetup, TensorSpec
-from ringweave.planning import balancing, mode_forecast, modes
+from ringweave.planning import balancing, mode_forecast
 from ringweave.planning.balancing import Speed
 from ringweave.training import gradients, speed_test
 from ringweave.training.collectives import ControlGroup

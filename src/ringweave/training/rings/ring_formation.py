@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ringweave.planning import modes, ring_grouping
+from ringweave.jobs import modes
+from ringweave.planning import ring_grouping
 from ringweave.planning.balancing import MemoryLimit, Rebalancer, ShareChange, Speed
 from ringweave.planning.balancing.shares import Shares
 from ringweave.planning.balancing.speed import MAX_BLOCKS

@@ -10,11 +10,12 @@ from torch.optim import Optimizer
 from ringweave import rpc
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import DisagreementError, TrainingError, UsageError, explain
+from ringweave.jobs import modes
 from ringweave.param_server import flat, optimizers
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.flat import FlatTensors
 from ringweave.param_server.messages import ParameterGroup, ServerSetup
-from ringweave.planning import balancing, modes
+from ringweave.planning import balancing
 from ringweave.planning.balancing import Speed
 from ringweave.planning.balancing.shares import Shares
 from ringweave.planning.mode_forecast import Ring

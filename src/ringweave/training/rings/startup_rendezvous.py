@@ -26,6 +26,7 @@ from ringweave.errors import (
     TrainingError,
     explain,
 )
+from ringweave.jobs import modes
 from ringweave.membership.client import CALL_TIMEOUT_S, MembershipClient
 from ringweave.membership.failure_detector import Heartbeat
 from ringweave.membership.member_rules import StopTraining
@@ -34,7 +35,7 @@ from ringweave.membership.messages import STARTUP_RENDEZVOUS, CoordinatorStatus,
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.messages import RingAssignmentReply
 from ringweave.param_server.versions import StalenessPolicy
-from ringweave.planning import modes, sites
+from ringweave.planning import sites
 from ringweave.training import collectives
 from ringweave.training.elastic import member_details, member_process
 from ringweave.training.mode_choice import forecast

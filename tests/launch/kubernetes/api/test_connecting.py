@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ringweave.errors import LaunchError, UsageError
-from ringweave.platforms.kubernetes import api_client, certificates
+from ringweave.platforms.kubernetes import agent_gateway, api_client
 from ringweave.platforms.kubernetes.api_client import connection_info
 
 DATA = "DATA"
@@ -134,7 +134,7 @@ def test_what_is_no_certificate_is_named(config: Path, key: str, text: str, erro
 
 
 def test_data_goes_before_files_and_certificates_are_loaded(config: Path) -> None:
-    issued = certificates.issue_certificate(["api.example"], datetime.now(UTC))
+    issued = agent_gateway.issue_certificate(["api.example"], datetime.now(UTC))
     text = config.read_text().replace("certificate-authority: ca.crt", f"certificate-authority-data: {DATA}")
     text = text.replace("client-key: me.key", f"client-key: none, client-key-data: {DATA}")
     text = text.replace("client-certificate: me.crt", f"client-certificate-data: {DATA}")

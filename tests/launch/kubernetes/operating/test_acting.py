@@ -13,7 +13,7 @@ from ringweave.jobs.records import GroupPhase
 from ringweave.launcher.workers import HostPort
 from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.agent_channel import AgentStatus
-from ringweave.platforms.kubernetes import action_executor, api_client, credential_secrets, job_resource, names, objects
+from ringweave.platforms.kubernetes import action_executor, api_client, job_resource, names, objects
 from ringweave.platforms.kubernetes.action_executor import ActionExecutor
 from ringweave.platforms.kubernetes.agent_gateway import barrier_condition
 from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
@@ -120,7 +120,7 @@ def test_the_secrets_of_an_elastic_job_go_with_it(kubeconfig: Path) -> None:
             owner = JobOwner.from_resource(job)
             await make_beside(client, owner)
             for node in range(2):
-                body = credential_secrets.credential_secret(
+                body = objects.credential_secret(
                     owner, names.credential_pool_name("spared", node), (1, 1), {"worker-0.0": "text"}
                 )
                 await client.create(api_client.SECRETS, "default", body)

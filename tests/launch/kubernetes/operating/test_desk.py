@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from base64 import b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ringweave.platforms.agent.agent_channel import (
     dump_status,
 )
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
-from ringweave.platforms.kubernetes import api_client, credential_secrets, names, objects, pod_status
+from ringweave.platforms.kubernetes import api_client, names, objects, pod_status
 from ringweave.platforms.kubernetes.agent_gateway import TOKEN_REREAD_INTERVAL_S, AgentGateway
 from ringweave.platforms.kubernetes.agent_main import GatewayChannel
 from ringweave.platforms.kubernetes.agent_main import GatewayClient as Address
@@ -30,6 +30,7 @@ from ringweave.platforms.kubernetes.job_objects import ObservedJob
 from ringweave.platforms.kubernetes.objects import JobOwner
 from ringweave.platforms.kubernetes.pod_status import JobObjects
 from ringweave.rpc import CertificateAuthority
+from tests.polling import wait_until
 
 SOON_S = 250.0
 UID = "22222222-2222-2222-2222-222222222222"
@@ -126,44 +127,37 @@ def office(kubeconfig: Path, request: pytest.FixtureRequest) -> Iterator[Office]
         yield office
 
 
-def wait(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + SOON_S
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 def test_orders_reach_the_agent_and_its_reports_the_pod(office: Office, tmp_path: Path) -> None:
     post = office.post(tmp_path / "last-words")
     assert post.desired_state().round == 0
     office.note()
-    wait(lambda: post.desired_state().round == 1)
+    wait_until(lambda: post.desired_state().round == 1)
     ready = AgentStatus(round=1, phase=GroupPhase.READY, pid=7, master_address=HostPort(host="10.0.0.1", port=5))
     post.report_status(ready)
-    wait(lambda: pod_status.agent_status(office.pod()) == ready)
+    wait_until(lambda: pod_status.agent_status(office.pod()) == ready)
     conditions = {item["type"]: item["status"] for item in office.pod()["status"]["conditions"]}
     assert conditions == {names.BARRIER_CONDITION: "True"}
     opening = RendezvousResult(round=1, master_address=HostPort(host="10.0.0.1", port=5))
     office.note(opening=opening)
-    wait(lambda: post.desired_state().rendezvous == opening)
+    wait_until(lambda: post.desired_state().rendezvous == opening)
     office.note(opening=opening, round_=2)
-    wait(lambda: post.desired_state().round == 2)
+    wait_until(lambda: post.desired_state().round == 2)
     last = AgentStatus(round=2, phase=GroupPhase.SUCCEEDED, pid=7, exit_code=0, ended_s=5.0)
     post.report_status(last)
     assert pod_status.agent_status(office.pod()) == replace(last, ended_s=office.now_s), "by the operator's clock"
     assert (tmp_path / "last-words").read_text() == dump_status(last)
     office.note(is_there=False)
-    wait(lambda: post.desired_state().stop)
+    wait_until(lambda: post.desired_state().stop)
     assert post.desired_state().reason == "its Pod was deleted"
 
 
 def test_results_alone_are_written_seldom(office: Office) -> None:
     office.note()
     post = office.post()
-    wait(lambda: post.desired_state().round == 1)
+    wait_until(lambda: post.desired_state().round == 1)
     first = AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=7, iterations=1)
     post.report_status(first)
-    wait(lambda: pod_status.agent_status(office.pod()) == first)
+    wait_until(lambda: pod_status.agent_status(office.pod()) == first)
     address = Address(url=office.url, group=f"default/{office.name}/0/1", token=office.token)
     body = dump_status(AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=7, iterations=2))
     assert address.request("PUT", "status", body)[0] == 204
@@ -183,19 +177,19 @@ def test_without_the_token_of_the_job_nothing_is_told(office: Office, token: str
 def test_a_job_that_is_resumed_has_another_token(office: Office) -> None:
     office.note()
     before = office.address()
-    wait(lambda: before.request("PUT", "status", "{}")[0] == 400)
+    wait_until(lambda: before.request("PUT", "status", "{}")[0] == 400)
     office.note(is_there=False, has_config=False)
     office.make_secret_anew()
     office.note()
     after = office.address()
-    wait(lambda: after.request("PUT", "status", "{}")[0] == 400)
+    wait_until(lambda: after.request("PUT", "status", "{}")[0] == 400)
     assert before.request("PUT", "status", "{}")[0] == 403
 
 
 def test_a_token_that_is_not_the_known_one_is_looked_up_but_not_all_the_time(office: Office) -> None:
     office.note()
     before = office.address()
-    wait(lambda: before.request("PUT", "status", "{}")[0] == 400)
+    wait_until(lambda: before.request("PUT", "status", "{}")[0] == 400)
     office.make_secret_anew()
     after = office.address()
     assert after.request("PUT", "status", "{}")[0] == 403, "the Secret was read just now"
@@ -211,16 +205,16 @@ def test_a_token_that_is_not_the_known_one_is_looked_up_but_not_all_the_time(off
 def test_what_is_no_latin_is_reported_too(office: Office) -> None:
     office.note()
     post = office.post()
-    wait(lambda: post.desired_state().round == 1)
+    wait_until(lambda: post.desired_state().round == 1)
     said = AgentStatus(round=1, phase=GroupPhase.INTERRUPTED, pid=7, text="rank 0 raised ValueError: ошибка → é")
     post.report_status(said)
-    wait(lambda: (seen := pod_status.agent_status(office.pod())) is not None and seen.text == said.text)
+    wait_until(lambda: (seen := pod_status.agent_status(office.pod())) is not None and seen.text == said.text)
 
 
 def test_what_is_no_report_is_refused(office: Office) -> None:
     office.note()
     address = Address(url=office.url, group=f"default/{office.name}/0/1", token=office.token)
-    wait(lambda: address.request("PUT", "status", "{}")[0] == 400)
+    wait_until(lambda: address.request("PUT", "status", "{}")[0] == 400)
 
 
 @pytest.mark.parametrize("place", ["0/1" + "0" * 9, "9" * 5000 + "/1", "0/x"])
@@ -234,8 +228,8 @@ def test_a_pod_that_still_starts_a_round_when_the_next_ones_credentials_come_is_
     """It waited for them until its patience was over, failed, and paid a retry for what another node had done."""
     office.note()
     address = office.address()
-    wait(lambda: address.request("PUT", "status", "{}")[0] == 400)
-    body = credential_secrets.credential_secret(
+    wait_until(lambda: address.request("PUT", "status", "{}")[0] == 400)
+    body = objects.credential_secret(
         office.owner, names.credential_pool_name(office.name, 0), (2, 1), {"worker-0.0": "zero"}
     )
     office.run(office.client.create(api_client.SECRETS, "default", body))
@@ -246,12 +240,10 @@ def test_a_pod_that_still_starts_a_round_when_the_next_ones_credentials_come_is_
 def test_spare_credentials_are_taken_from_a_nodes_secret_until_none_is_left(office: Office) -> None:
     office.note()
     address, authority = office.address(), CertificateAuthority("job")
-    wait(lambda: address.request("PUT", "credentials/1/0", "{}")[0] == 409)
+    wait_until(lambda: address.request("PUT", "credentials/1/0", "{}")[0] == 409)
     assert address.request("PUT", "credentials/1/0", "[]")[0] == 400
     issued = {f"worker-0.{life}": authority.issue("worker", f"0.{life}").to_text() for life in range(2)}
-    body = credential_secrets.credential_secret(
-        office.owner, names.credential_pool_name(office.name, 0), (1, 1), issued
-    )
+    body = objects.credential_secret(office.owner, names.credential_pool_name(office.name, 0), (1, 1), issued)
     office.run(office.client.create(api_client.SECRETS, "default", body))
     # Each is another agent's: what one has taken none gets again.
     taken = [office.channel().take_credentials(1, "worker-0").identity.name for _ in range(2)]

@@ -15,7 +15,7 @@ from ringweave.jobs.request import JobRequest, NodeRequest
 from ringweave.platforms import submission
 from ringweave.platforms.api import JobView
 from ringweave.platforms.local.platform import LocalPlatform
-from tests.launch.conftest import DEADLINE_S, wait_until
+from tests.polling import DEADLINE_S, wait_until
 
 
 @dataclass(frozen=True, kw_only=True)

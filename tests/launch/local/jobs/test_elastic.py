@@ -10,8 +10,8 @@ import pytest
 
 from ringweave.jobs.request import ElasticRequest
 from tests.launch import until_back
-from tests.launch.conftest import wait_until
 from tests.launch.local.jobs.conftest import Here, processes_of
+from tests.polling import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -9,9 +9,9 @@ from ringweave import lab, topology
 from ringweave.jobs.request import ElasticRequest
 from ringweave.lab import Lab
 from tests.launch import until_back
-from tests.launch.conftest import wait_until
 from tests.launch.local.jobs.conftest import Here
 from tests.launch.local.jobs.test_elastic import kill_group, said
+from tests.polling import wait_until
 
 # A minute: every day elastic jobs lose a node without a lab, and jobs on a lab train that are not elastic.
 pytestmark = [

@@ -13,9 +13,9 @@ import pytest
 from ringweave.jobs.request import ElasticRequest
 from ringweave.param_server.leadership import LeadershipRecord
 from ringweave.param_server.leadership_log import FolderLeadershipLog
-from tests.launch.conftest import wait_until
 from tests.launch.local.jobs.conftest import Here, processes_of
 from tests.launch.small_training import SUM, epoch, prepared
+from tests.polling import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(1800)]
 

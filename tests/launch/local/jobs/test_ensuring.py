@@ -25,7 +25,7 @@ from ringweave.platforms.local.job_folder import REGISTRY, JobFolder, Wakeup
 from ringweave.platforms.local.job_runtime import LocalJobRuntime
 from ringweave.platforms.local.registry import LocalJobRegistry, LocalRegistryEntry
 from ringweave.platforms.submission import JobOrigin
-from tests.launch.conftest import wait_until
+from tests.polling import wait_until
 
 CONFIG = JobConfig(
     job="job",

@@ -10,8 +10,8 @@ import pytest
 from ringweave.jobs.failures import EVICTED_HANG
 from ringweave.jobs.request import ElasticRequest
 from tests.launch import until_back
-from tests.launch.conftest import wait_until
 from tests.launch.local.jobs.conftest import Here, processes_of
+from tests.polling import wait_until
 
 # Minutes each, most of them of waiting: every day the rules of it are tested (jobs/life), and one life on Kubernetes.
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.thorough, pytest.mark.timeout(1200)]

@@ -12,8 +12,8 @@ import pytest
 
 from ringweave.platforms import submission
 from ringweave.platforms.local.platform import LocalPlatform
-from tests.launch.conftest import wait_until
 from tests.launch.local.jobs.conftest import processes_of
+from tests.polling import wait_until
 
 TOGETHER = Path(__file__).parents[2] / "together.py"
 REFUSAL = re.compile(

@@ -14,6 +14,7 @@ from ringweave.training.elastic import recovery, retained_reductions
 from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.training_state import StateRead
+from tests.polling import wait_until
 
 # Longer than a file should be: the doubles are a third of it, and every test here follows with them.
 
@@ -370,12 +371,3 @@ def test_who_has_said_that_it_is_level_leaves_as_members_do_since_the_others_cou
     status = session.current_status()
     assert (status.has_state, status.is_recovering, status.is_leaving) == (True, False, True)
     session.close()
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    done = threading.Event()
-    for _ in range(6000):
-        if is_true():
-            return
-        done.wait(0.01)
-    raise AssertionError("it never was")

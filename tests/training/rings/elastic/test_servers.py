@@ -7,7 +7,7 @@ import pytest
 
 from ringweave.membership import messages
 from tests.fakes.elastic_job import ElasticJob
-from tests.membership.waiting import wait_until
+from tests.polling import wait_until
 from tests.training.rings.elastic import ring_functions
 from tests.training.rings.elastic.test_deaths import check_alike, value_of
 

@@ -1,7 +1,7 @@
 import pytest
 
 from ringweave.errors import UsageError
-from ringweave.planning import modes
+from ringweave.jobs import modes
 
 
 def test_the_script_decides_before_the_launcher_and_auto_last() -> None:
