@@ -37,13 +37,6 @@ def test_what_is_not_too_deep_is_read(text: str) -> None:
     assert file_io.parse_json(text) == json.loads(text) == file_io.parse_json(text.encode())
 
 
-def test_the_last_lines_of_a_large_log_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(b"first\n" + b"x" * 2**21 + b"\n\xff\nlast\n")
-    assert file_io.last_lines(path)[1:] == ["\ufffd", "last"]
-    assert len(file_io.last_lines(path)[0]) < 2**20
-
-
 def test_a_file_is_read_no_further_than_it_may_go(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_bytes(b"[1]")

@@ -1,6 +1,7 @@
 """The verbs of jobs on plain runs: `ringweave status RUN_DIR` and others, on runs of real workers."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -71,6 +72,53 @@ def test_a_folder_of_something_else_is_named(tmp_path) -> None:
     assert f"run.json of {tmp_path}: 'another file', expected the record of a run." in refused.stderr
     refused = ringweave("status", "nothing", "--on", "runs")
     assert "run: 'nothing', expected a folder with a run.json. Give the path of its run directory" in refused.stderr
+
+
+FLOOD = """
+    print("rank", rank, "begins", flush=True)
+    if rank == 0:
+        for _ in range(300):
+            sys.stdout.write("x" * 100_000)
+        print("\\nlast of 0")
+    else:
+        for number in range(300_000):
+            print("line", number, "y" * 80)
+"""
+GONE = re.compile(r"\[[01]\] \[ringweave\] (\d+) earlier lines are gone")
+
+
+@pytest.mark.slow
+def test_logs_of_workers_that_print_without_end_are_limited_and_followed(start, script) -> None:
+    limits = ("--log-max-size", "256KiB", "--log-max-files", "3")
+    run = start("--workers", "2", *limits, script(FLOOD))
+    run.wait_printed("begins", 2)
+    path = str(run.run_dir)
+    followed = ringweave("logs", path, "--rank", "1", "--follow").stdout.splitlines()
+    assert run.wait_ended() == 0, run.stderr
+    for rank in range(2):
+        files = list((run.run_dir / "logs").glob(f"rank-{rank}.log*"))
+        assert len(files) == 3
+        assert sum(each.stat().st_size for each in files) <= 3 * 2**18
+    gone = sum(int(match[1]) for line in followed if (match := GONE.match(line)))
+    numbers = [int(line.split()[2]) for line in followed if line.startswith("[1] line")]
+    assert numbers == sorted(set(numbers))
+    assert numbers[-1] == 299_999
+    assert gone + len(followed) - sum(map(bool, map(GONE.match, followed))) == 300_001
+    later = ringweave("logs", path).stdout.splitlines()
+    assert sum(map(bool, map(GONE.match, later))) == 2
+    assert {"[0] last of 0", f"[1] line 299999 {'y' * 80}"} <= set(later)
+
+
+def test_events_of_a_run_are_followed_to_its_end(start, script) -> None:
+    run = start("--workers", "2", script("print('begins', flush=True)\ntime.sleep(1)"))
+    run.wait_printed("begins", 2)
+    followed = ringweave("events", str(run.run_dir), "--follow").stdout.splitlines()
+    assert run.wait_ended() == 0
+    listed = ringweave("events", str(run.run_dir)).stdout.splitlines()[1:]
+    assert [line.split() for line in followed] == [line.split() for line in listed]
+    assert [line.split()[2] for line in followed][::5] == ["run_started", "run_ended"]
+    refused = ringweave("events", str(run.run_dir), "--follow", "--json")
+    assert "-o: 'json', expected table with --follow, which never ends." in refused.stderr
 
 
 SLOW_RANK = """

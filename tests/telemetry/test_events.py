@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import random
@@ -8,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from ringweave.errors import UsageError
+from ringweave.files import rotation
+from ringweave.launcher.run_dir import summarize_events
 from ringweave.telemetry import (
     EVENT_KINDS,
     EVENTS_FORMAT,
     EventLog,
     EventTail,
-    LineReader,
+    event_lines,
     events,
     read_events,
     read_last_attempt,
@@ -99,7 +102,7 @@ def test_mutated_lines_are_events_or_none_and_cost_no_others(tmp_path: Path) -> 
 def test_an_endless_line_is_skipped_and_no_more_of_it_in_memory_than_an_event_may_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "MAX_LINE_BYTES", 200)
+    monkeypatch.setattr(rotation, "MAX_LINE_BYTES", 200)
     path, good = tmp_path / "events.jsonl", line("b")
     tail = EventTail(path)
     path.write_bytes(good + b'{"kind": "a", "text": "' + b"x" * 250)
@@ -111,10 +114,10 @@ def test_an_endless_line_is_skipped_and_no_more_of_it_in_memory_than_an_event_ma
     with path.open("ab") as file:
         file.write(b'"}\n' + good)
     assert [event["fault"] for event in tail.read_new()] == ["b"]
-    assert max(map(len, LineReader(path).read_new())) == len(good)
+    assert max(map(len, event_lines(path).read_new())) == len(good)
     longest = b'{"kind": "c"' + b" " * (200 - 14) + b"}\n"
     path.write_bytes(longest + b" " + longest)
-    assert [len(line) for line in LineReader(path).read_new()] == [200]
+    assert [len(line) for line in event_lines(path).read_new()] == [200]
 
 
 def test_a_tail_reads_each_event_once_and_one_that_is_being_written_when_it_is_whole(tmp_path: Path) -> None:
@@ -179,3 +182,93 @@ def test_a_line_that_the_disk_cut_short_takes_no_other_with_it(tmp_path: Path, m
     log.write("worker_exited", **exited(1))
     log.write("worker_exited", **exited(2))
     assert [event["rank"] for event in read_events(tmp_path / "e")] == [1, 2]
+
+
+def window(kind: str, rank: int, **fields: object) -> dict[str, object]:
+    """Return the fields of a window; numbers are 1 where none is given."""
+    texts: dict[str, object] = {"rank": rank, "node": f"n{rank}", "group": "world", "links": {}, "by_schedule": {}}
+    return {name: texts.get(name, 1) for name in EVENT_KINDS[kind].fields} | fields
+
+
+def write_long_run(log: EventLog, num_windows: int) -> None:
+    """Write a run: two ranks with a window each ten seconds, and a death with its generation each ten windows."""
+    log.write("run_started", **started(1))
+    log.write("training_prepared", **window("training_prepared", 0, shares=[4, 4], mode="sync"))
+    for number in range(num_windows):
+        for rank in (0, 1):
+            log.write("steps_measured", **window("steps_measured", rank, wall_s=0.1 * number, longest_s=number))
+            links = {"1": {"sent_bytes": 7, "busy_s": 0.5, "limited_s": 0.0}}
+            log.write("traffic_measured", **window("traffic_measured", rank, links=links))
+            by_schedule = {"ring": {"collectives": number, "bytes": 9 * number, "messages": 1}}
+            log.write("collectives", rank=rank, group="world", by_schedule=by_schedule)
+            log.write("iterations_done", rank=rank, iterations=number, total=None, loss=1 / (1 + number))
+        if number % 10 == 0:
+            log.write("worker_exited", **exited(1) | {"signal": "SIGKILL", "exit_code": None})
+            log.write("generation_begun", **window("generation_begun", 0, members=["0.0"], newcomers=[], part=""))
+
+
+def test_what_a_report_needs_outlives_the_files_of_a_long_run(tmp_path: Path) -> None:
+    limits = rotation.LogLimits(max_bytes=20_000, max_files=4)
+    times = itertools.count(1000, 3)
+    write_long_run(EventLog(tmp_path / "long.jsonl", lambda: next(times), limits), 400)
+    times = itertools.count(1000, 3)
+    write_long_run(EventLog(tmp_path / "whole.jsonl", lambda: next(times)), 400)
+    long, whole = read_last_attempt(tmp_path / "long.jsonl"), read_last_attempt(tmp_path / "whole.jsonl")
+    assert len(list(tmp_path.glob("long.jsonl*"))) == 4
+    assert sum(each.stat().st_size for each in tmp_path.glob("long.jsonl*")) <= 80_000
+    assert len(long) < len(whole) / 4
+    assert [event["time"] for event in long] == sorted(event["time"] for event in long)
+    for kind in ("run_started", "training_prepared", "worker_exited", "generation_begun"):
+        assert [event for event in long if event["kind"] == kind] == [event for event in whole if event["kind"] == kind]
+    kept, all_of_it = summarize_events(long), summarize_events(whole)
+    for rank in ("0", "1"):  # how exchanges split depends on the windows
+        for row in (kept["ranks"][rank], all_of_it["ranks"][rank]):
+            assert row.pop("wait_s") + row.pop("communication_s") == pytest.approx(400)
+        links = kept["ranks"][rank].pop("links")
+        assert links == all_of_it["ranks"][rank].pop("links")
+        assert kept["ranks"][rank] == pytest.approx(all_of_it["ranks"][rank])
+    del kept["ranks"], all_of_it["ranks"]
+    assert kept == all_of_it
+    longest = [event["longest_s"] for event in long if event["kind"] == "steps_measured"]
+    assert max(longest) == 399
+
+
+def test_the_oldest_of_too_many_events_are_left_out_and_counted(tmp_path: Path) -> None:
+    limits = rotation.LogLimits(max_bytes=4_000, max_files=3)
+    log = EventLog(tmp_path / "events.jsonl", limits=limits)
+    log.write("run_started", **started(1))
+    for number in range(1000):
+        log.write("member_lost", member=f"1.{number}", reason="died", term=1)
+    found = list(read_events(tmp_path / "events.jsonl"))
+    assert found[0]["kind"] == "run_started"
+    gone = [event for event in found if event["kind"] == "records_gone"]
+    assert len(gone) == 1
+    assert gone[0]["records"] == 1000 - len([event for event in found if event["kind"] == "member_lost"])
+    assert [event["member"] for event in found[2:]] == [f"1.{number}" for number in range(1002 - len(found), 1000)]
+    assert sum(each.stat().st_size for each in tmp_path.iterdir()) <= 12_000
+
+
+def test_a_tail_over_rotations_gets_each_event_once_or_how_many_it_has_missed(tmp_path: Path) -> None:
+    limits = rotation.LogLimits(max_bytes=4_000, max_files=3)
+    log, tail = EventLog(tmp_path / "events.jsonl", limits=limits), EventTail(tmp_path / "events.jsonl")
+    found = []
+    for number in range(300):
+        log.write("member_lost", member=f"1.{number}", reason="died", term=1)
+        found += [event["member"] for event in tail.read_new()]
+    assert found == [f"1.{number}" for number in range(300)]
+    for number in range(300):
+        log.write("member_lost", member=f"2.{number}", reason="died", term=1)
+    late = tail.read_new()
+    assert late[0]["kind"] == "records_gone"
+    assert late[0]["records"] + len(late) - 1 == 300
+    assert tail.read_new() == []
+
+
+def test_damaged_events_are_merged_without_an_error(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "whole.jsonl", lambda: 5.0)
+    log.write("steps_measured", **window("steps_measured", 0))
+    log.write("traffic_measured", **window("traffic_measured", 0, links={"1": {"sent_bytes": 7, "busy_s": 0.5}}))
+    log.write("records_gone", records=3)
+    rng, good = random.Random(7), (tmp_path / "whole.jsonl").read_bytes()
+    lines = [line for _ in range(2_000) for line in mutated(rng, good).splitlines(keepends=True)]
+    assert len(events.merge_events(lines, 10_000)) <= 10_000

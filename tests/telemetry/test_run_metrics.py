@@ -128,3 +128,15 @@ def test_rules_and_dashboard_name_metrics_that_exist() -> None:
 def test_the_page_of_metrics_has_them_all() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
     assert run_metrics.to_markdown() in page
+
+
+def test_counts_of_many_groups_take_no_more_room_and_stay_exact() -> None:
+    rows = [{"collectives": number, "bytes": 8 * number, "messages": 1} for number in (1, 2)]
+    counted = [
+        {"kind": "collectives", "time": 1.0, "rank": 0, "group": f"g{number}", "by_schedule": {"ring": row}}
+        for number in range(1000)
+        for row in rows
+    ]
+    metrics = summed(counted)
+    assert metrics.values["ringweave_rank_collectives_total"] == {("0", "ring"): 2000}
+    assert {len(groups) for groups in metrics._counted.values()} == {run_metrics._MAX_GROUPS}

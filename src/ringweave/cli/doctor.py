@@ -25,7 +25,7 @@ from ringweave import environment
 from ringweave.cli import torch_trial
 from ringweave.cli.echo import echo
 from ringweave.errors import UsageError, explain
-from ringweave.files import file_io
+from ringweave.files import file_io, rotation
 
 CheckState = Literal["ok", "missing", "broken"]
 TABLE_WIDTH = 120
@@ -445,7 +445,7 @@ def find_ports(run_dir: Path) -> list[ListeningPort]:
     from ringweave import telemetry
 
     root = run_dir.absolute()
-    if not (root / "events.jsonl").is_file():
+    if not rotation.exists(root / "events.jsonl"):
         do = "Give the folder that ringweave run named at its start"
         raise UsageError(explain("run", got=str(run_dir), expected="a folder with events.jsonl", do=do))
     events = telemetry.read_last_attempt(root / "events.jsonl")

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 
@@ -12,9 +12,9 @@ from ringweave import telemetry, units
 from ringweave.cli import job_options
 from ringweave.cli.echo import echo
 from ringweave.cli.follow import format_log_line, wait_until_gone, watch_job
-from ringweave.errors import LaunchError, UsageError, explain
+from ringweave.errors import LaunchError, UsageError, explain, printable
 from ringweave.platforms import api
-from ringweave.platforms.api import JobView, LogQuery, NodeView
+from ringweave.platforms.api import EventView, JobView, LogQuery, NodeView
 from ringweave.telemetry import verdict
 
 
@@ -238,14 +238,36 @@ def why(place: str, output: str, name: str) -> int:
 
 @click.command
 @job_options.answer_options()
+@click.option("-f", "--follow", is_flag=True, help="Continue until the job has ended.")
 @job_options.JOB_ARGUMENT
-def events(place: str, output: str, name: str) -> int:
-    """List the events of JOB: changes of state, and starts and ends of attempts."""
-    job = job_options.open_user_platform(place).job(name)
+def events(place: str, output: str, follow: bool, name: str) -> int:
+    """List the events of JOB: changes of state, and starts and ends of attempts. The newest 1,000."""
+    _refuse_format(output, is_endless=follow)
+    platform = job_options.open_user_platform(place)
+    if follow:
+        for each in new_events(watch_job(platform, name)):
+            echo(printable(f"{format_utc(each.time_s)}  {each.kind}  {each.text}"))
+        return 0
+    job = platform.job(name)
     job_options.print_answer(
         output, {"name": name, "events": api.job_view_document(job)["events"]}, lambda: event_table(job)
     )
     return 0
+
+
+def new_events(views: Iterable[JobView]) -> Iterator[EventView]:
+    """Yield each event once that is in one of these views, which come one after the other."""
+    last = None
+    for job in views:
+        first = next((index for index in range(len(job.events), 0, -1) if job.events[index - 1] == last), 0)
+        yield from job.events[first:]
+        last = job.events[-1] if job.events else last
+
+
+def _refuse_format(output: str, *, is_endless: bool) -> None:
+    if is_endless and output != "table":
+        do = "Leave out one of the two"
+        raise UsageError(explain("-o", got=output, expected="table with --follow, which never ends", do=do))
 
 
 def _echo_text(text: str) -> int:
@@ -267,9 +289,7 @@ def logs(
 
     Lines of later attempts and rounds are marked NODE.ATTEMPT/ROUND.
     """
-    if follow and output != "table":
-        do = "Leave out one of the two"
-        raise UsageError(explain("-o", got=output, expected="table with --follow, which never ends", do=do))
+    _refuse_format(output, is_endless=follow)
     lines = job_options.open_user_platform(place).logs(
         name, LogQuery(node=node, rank=rank, attempt=attempt, follow=follow)
     )

@@ -15,6 +15,7 @@ from ringweave.cli.progress import ProgressPrinter
 from ringweave.cost import network
 from ringweave.environment import EXACT, WIRES
 from ringweave.errors import RingweaveError, UsageError, explain
+from ringweave.files import rotation
 from ringweave.launcher.run_dir import RunDir, compare_measured
 from ringweave.planning import Plan, ScheduleChoice
 from ringweave.planning.plans import PLANNED_KINDS
@@ -463,7 +464,7 @@ def print_measured(run_dir: str, *, as_json: bool) -> int:
         UsageError: It is no run directory, or nothing was measured in it.
     """
     directory = RunDir(root=Path(run_dir).absolute())
-    if not directory.events.is_file():
+    if not rotation.exists(directory.events):
         do = "Name the directory of a run, as `ringweave run --run-dir` does"
         expected = f"a directory with {directory.events.name}"
         raise UsageError(explain("--run", got=run_dir, expected=expected, do=do))

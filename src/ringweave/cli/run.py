@@ -13,8 +13,9 @@ import click
 
 from ringweave import ports, topology
 from ringweave.cli.echo import echo
-from ringweave.environment import EXACT, PORTS, WIRES, check_max_loss_increase
+from ringweave.environment import EXACT, LOG_MAX_FILES, LOG_MAX_SIZE, PORTS, WIRES, check_max_loss_increase
 from ringweave.errors import UsageError, explain
+from ringweave.files.rotation import DEFAULT_LIMITS, LogLimits
 from ringweave.jobs import modes, worker_options
 from ringweave.jobs.request import MAX_SPARES
 from ringweave.jobs.worker_options import WorkerOptions
@@ -46,7 +47,7 @@ class ProgramCommand(click.Command):
 def run_here(request: RunRequest, within: PortRange | None = None) -> int:
     """Run the program on this machine; return the exit code. `within` limits the ports of its listeners."""
     _check_standby(request.options, is_elastic=request.elastic is not None)
-    environ = os.environ if within is None else {**os.environ, PORTS: str(within)}
+    environ = {**os.environ, **request.options.log_environ, **({} if within is None else {PORTS: str(within)})}
     return local_run.run_here(request, environ=environ, stdout=sys.stdout, stderr=sys.stderr).exit_code
 
 
@@ -77,6 +78,7 @@ def run_program_options(command: Callable[..., int]) -> Callable[..., int]:
             elastic=given.pop("elastic"),
             num_spares=given.pop("spares"),
             has_standby=given.pop("standby"),
+            log_environ=_log_environ(given.pop("log_max_size"), given.pop("log_max_files")),
         )
         workers.check_program(program)
         _check_schedule(options.worker_options.schedule)
@@ -150,10 +152,28 @@ _RUN_PROGRAM_OPTIONS = (
         default="auto",
         help="Encrypt what travels between nodes: on, off, or auto (default): between hosts, not in a lab.",
     ),
+    click.option(
+        "--log-max-size",
+        metavar="SIZE",
+        envvar=LOG_MAX_SIZE,
+        help="Size from which on a log or the event log goes on in another file. Default: 16MiB.",
+    ),
+    click.option(
+        "--log-max-files",
+        metavar="N",
+        envvar=LOG_MAX_FILES,
+        help="Files of each log, of which the oldest is removed; of old events, those that are not measurements are "
+        "kept. Default: 10.",
+    ),
     click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as with python -m."),
     click.argument("script"),
     click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
 )
+
+
+def _log_environ(size: str | None, files: str | None) -> dict[str, str]:
+    limits = LogLimits.parse(size, files, where=("--log-max-size", "--log-max-files"))
+    return {} if limits == DEFAULT_LIMITS else limits.to_environ()
 
 
 def _check_schedule(name: str | None) -> None:

@@ -102,20 +102,6 @@ def read_bounded(path: str | os.PathLike[str], max_bytes: int = MAX_JSON_BYTES) 
     return content
 
 
-_MAX_TAIL_BYTES = 2**20
-
-
-def last_lines(path: str | os.PathLike[str]) -> list[str]:
-    """Return the lines of a log, or of its last MiB, oldest first; a log may be larger than memory.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
-    with Path(path).open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_TAIL_BYTES))
-        return file.read(_MAX_TAIL_BYTES).decode(errors="replace").splitlines()
-
-
 def parse_json(text: str | bytes, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Parse a JSON text of limited length.
 

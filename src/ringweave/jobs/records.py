@@ -358,6 +358,10 @@ class _SavedFormat:
 _RECORD_ADAPTER, _FORMAT_ADAPTER = TypeAdapter(JobRecord), TypeAdapter(_SavedFormat)
 
 
+MAX_EVENTS = 1000
+"""Newest events of a job that its platform keeps."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobEvent:
     """Event of a job, reported once."""

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from ringweave import units
-from ringweave.environment import check_max_loss_increase
+from ringweave.environment import LOG_MAX_FILES, LOG_MAX_SIZE, check_max_loss_increase
 from ringweave.errors import JobError, UsageError
 from ringweave.files import problems, yaml_files
 from ringweave.files.problems import InputError, InputProblem, KeyPath, dotted_path, problems_text, suggest_closest
+from ringweave.files.rotation import LogLimits
 from ringweave.files.yaml_files import FileKind
 from ringweave.jobs import split, worker_options
 from ringweave.jobs.split import MIN_PER_NODE, WorkerSplit
@@ -286,6 +287,11 @@ def _environment_problems(environment: Mapping[str, str]) -> Iterator[InputProbl
         path = ("environment", name)
         if not _VARIABLE_PATTERN.fullmatch(name) or "\0" in value:
             yield _problem(path, "environment variable", name, ENVIRONMENT_RULE, "Rename the variable")
+        elif name in (LOG_MAX_SIZE, LOG_MAX_FILES):
+            try:
+                LogLimits.from_environ({name: value})
+            except UsageError as error:
+                yield _problem(path, name, value, "a limit of logs", str(error))
         elif name.startswith(RESERVED_PREFIX):
             do = "Rename the variable: launchers set those"
             yield _problem(path, "environment variable", name, f"a name that does not begin with {RESERVED_PREFIX}", do)

@@ -66,6 +66,8 @@ class RunOptions:
     """Number of spares that wait to replace workers of an elastic run, on each host."""
     has_standby: bool = False
     """Run a second parameter server that takes over when the first one dies."""
+    log_environ: Mapping[str, str] = field(default_factory=dict)
+    """Limits of logs, where they are not the usual ones."""
 
     def bounds(self, num_workers: int) -> MemberBounds | None:
         """Return the bounds of an elastic run; None of any other.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, Protocol, TextIO
 
 from ringweave.errors import printable
+from ringweave.files.rotation import DEFAULT_LIMITS, LogLimits, RotatingFile
 
 MAX_LINE_BYTES = 64 * 1024
 
@@ -30,10 +31,13 @@ class LineSplitter:
 
     def feed(self, received: bytes) -> list[bytes]:
         """Return the lines that these bytes finish, without their line ends."""
-        *lines, rest = (self._rest + received).split(b"\n")
+        content = self._rest + received
+        *lines, rest = content.split(b"\n")
         ends_with_return = rest.endswith(b"\r")
-        rest = _last_overwrite(rest)
-        pieces = [piece for line in lines for piece in _cut_line(_last_overwrite(line))]
+        if b"\r" in content:
+            lines, rest = list(map(_last_overwrite, lines)), _last_overwrite(rest)
+        is_long = max(map(len, lines), default=0) > MAX_LINE_BYTES
+        pieces = [piece for line in lines for piece in _cut_line(line)] if is_long else lines
         while len(rest) > MAX_LINE_BYTES:
             pieces.append(rest[:MAX_LINE_BYTES])
             rest = rest[MAX_LINE_BYTES:]
@@ -129,7 +133,7 @@ class OutputConsole:
 
     def print_lines(self, stream: OutputStream, lines: list[bytes]) -> None:
         """Print whole lines, above the progress bar if there is one."""
-        text = b"".join(line + b"\n" for line in lines)
+        text = b"\n".join([*lines, b""])
         if self.is_tty(stream) and self._bar:
             self._write(self._ttys[-1], b"\r\x1b[K")
             self._write(stream, text)
@@ -190,20 +194,25 @@ class PlainSink:
         if self._throttle.is_due(unfinished, self._clock()):
             shown = [*shown, unfinished]
         if shown:
-            self._write([self._prefix + line for line in shown])
+            self._write([self._prefix + line for line in shown] if self._prefix else shown)
 
 
 class WorkerLog:
-    """Log of one worker, both streams. On a full disk the rest is lost and the run goes on."""
+    """Log of one worker, both streams, of limited size. On a full disk the rest is lost and the run goes on."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+    def __init__(self, path: Path, limits: LogLimits = DEFAULT_LIMITS) -> None:
+        """Open the log.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        self._file = RotatingFile(path, limits, keeps_open=True)
+        self._file.append(b"")
 
     def print_lines(self, lines: list[bytes]) -> None:
         """Write whole lines to the file before returning."""
         with contextlib.suppress(OSError):
-            self._file.write(b"".join(line + b"\n" for line in lines))
-            self._file.flush()
+            self._file.append(b"\n".join([*lines, b""]))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

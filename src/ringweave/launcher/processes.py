@@ -20,6 +20,8 @@ import psutil
 
 from ringweave import environment
 from ringweave.errors import LaunchError
+from ringweave.files import rotation
+from ringweave.files.rotation import LogLimits
 from ringweave.launcher import bootstrap, guard, spares
 from ringweave.launcher.output import OutputConsole, OutputStream, WorkerLog, WorkerStream
 from ringweave.launcher.spares import ForkedProcess, Spare, SparePool, SpareRules
@@ -153,13 +155,17 @@ class OutputReader:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        looked_s = 0.0
         while not self._closing.is_set():
             self._register_added()
             if self._draining.is_set() and not self._selector.get_map():
                 break
             ready = {key.fd for key, _ in self._selector.select(OUTPUT_POLL_S)}
+            looks = time.monotonic() - looked_s >= OUTPUT_POLL_S  # at idle pipes too: an unfinished line may be due
+            looked_s = time.monotonic() if looks else looked_s
             for key in list(self._selector.get_map().values()):
-                self._read_pipe(key, key.fd in ready)
+                if looks or key.fd in ready:
+                    self._read_pipe(key, key.fd in ready)
         self._finish()
 
     def _register_added(self) -> None:
@@ -388,9 +394,9 @@ class LocalLauncher:
         if global_rank in self._exits:  # its last output may still be in the pipe, which a grandchild may hold open
             for has_ended in self._output_ends.pop(global_rank, ()):
                 has_ended.wait(OUTPUT_DRAIN_TIMEOUT_S)
-        with contextlib.suppress(OSError), self._log_paths(global_rank).open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return log.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-num_lines:]
+        with contextlib.suppress(OSError):
+            tail = rotation.read_tail(self._log_paths(global_rank), _TAIL_BYTES)
+            return tail.decode(errors="replace").splitlines()[-num_lines:]
         return []
 
     def _start_guard(self) -> None:
@@ -438,7 +444,8 @@ class LocalLauncher:
     def _open_log(self, global_rank: int) -> WorkerLog:
         """Return the log of a rank, one file for all its processes: a restart can log even if no file can be opened."""
         if global_rank not in self._logs:
-            self._logs[global_rank] = WorkerLog(self._log_paths(global_rank))
+            limits = LogLimits.from_environ(self._environ)
+            self._logs[global_rank] = WorkerLog(self._log_paths(global_rank), limits)
         return self._logs[global_rank]
 
     def _spawn(self, worker: WorkerSpec, argv: tuple[str, ...]) -> tuple["_WorkerProcess", Spare | None]:

@@ -11,7 +11,7 @@ from ringweave.errors import LaunchError
 from ringweave.launcher.outcome import WorkerFailure
 from ringweave.membership import membership_records
 from ringweave.membership.membership_records import REASON_FINISHED, REASON_LEFT
-from ringweave.telemetry import Event, EventTail, read_last_attempt
+from ringweave.telemetry import Event, EventTail
 
 _SHELL_SIGNAL_BASE = 128
 """A shell exits with this plus the signal's number when a signal has ended its program."""
@@ -327,14 +327,17 @@ class PastMembers:
     """Members that took part in a train step, or began with the state of one that did."""
 
 
-def read_past_members(events: Iterable[Event]) -> PastMembers:
-    """Read the past members from the events of one attempt.
+def read_past_members(events: Iterable[Event], earlier: PastMembers = PastMembers()) -> PastMembers:
+    """Return the past members of the last attempt in these events, which come after those of `earlier`.
 
     The first generation of a job or a ring has only newcomers, which start it.
     """
-    members, trained = set[str](), set[str]()
+    members, trained = set(earlier.members), set(earlier.trained)
     for event in events:
-        if event["kind"] == "generation_begun":
+        if event["kind"] == "run_started":
+            members.clear()
+            trained.clear()
+        elif event["kind"] == "generation_begun":
             members_of_event, new = set(event["members"]), set(event["newcomers"])
             members |= members_of_event
             trained |= members_of_event if members_of_event == new else members_of_event - new
@@ -357,7 +360,7 @@ class MembershipHistory:
             path: Path of the event log.
             query_coordinators: Queries the coordinators for the current members, in particular for these names.
         """
-        self._path, self._query_coordinators = path, query_coordinators
+        self._tail, self._query_coordinators = EventTail(path), query_coordinators
         self._from_events, self._from_coordinators = PastMembers(), set[str]()
 
     def read(self, names: Collection[str] = ()) -> PastMembers:
@@ -366,7 +369,7 @@ class MembershipHistory:
         The coordinators do not say which members are newcomers: members that only they know count as having trained.
         """
         with contextlib.suppress(OSError):  # of the log; earlier events still hold
-            self._from_events = read_past_members(read_last_attempt(self._path))
+            self._from_events = read_past_members(self._tail.read_new(), self._from_events)
         found = self._from_events
         if not found.members.union(self._from_coordinators).issuperset(names):
             self._from_coordinators.update(self._query_coordinators(names))

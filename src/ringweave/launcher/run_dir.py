@@ -9,6 +9,7 @@ RUN_DIR/logs/server.log     output of the parameter server, if there is one
 RUN_DIR/logs/server-1.log   output of its standby, if there is one
 RUN_DIR/scale.json          request of `ringweave scale`, until the run takes it
 RUN_DIR/claims/             leadership log of the parameter server and its standby
+RUN_DIR/logs/rank-0.log.1-900, RUN_DIR/events.jsonl.1-900    earlier lines of full logs
 RUN_DIR/attempts/1/         run.json, cluster.yaml and logs of the first attempt, once there is a second
 ```
 """
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringweave.environment import EXACT
 from ringweave.errors import RingweaveError, UsageError, explain
-from ringweave.files import file_io
+from ringweave.files import file_io, rotation
 from ringweave.telemetry import Event, read_events
 from ringweave.telemetry.run_metrics import RunMetrics
 
@@ -289,7 +290,7 @@ class RunDir:
 
     def logs_by_rank(self) -> dict[int, Path]:
         """Return the paths of the existing worker logs, in order of their global ranks."""
-        paths = (self.root / "logs").glob("rank-*.log")
+        paths = rotation.find_logs(self.root / "logs", "rank-*.log")
         by_rank = {int(path.stem.removeprefix("rank-")): path for path in paths}
         return dict(sorted(by_rank.items()))
 

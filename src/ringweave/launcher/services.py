@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ringweave import rpc, telemetry
 from ringweave.errors import LaunchError, RpcError
-from ringweave.files import file_io
+from ringweave.files import rotation
 from ringweave.jobs import modes
 from ringweave.launcher import bootstrap
 from ringweave.launcher.node_context import NodeContext
@@ -568,7 +568,7 @@ class JobServer(ServiceProcesses):
 
     def _log_lines(self, index: int) -> list[str]:
         path = self._run_dir.server_log(index)
-        return file_io.last_lines(path) if path.exists() else []
+        return rotation.last_lines(path) if rotation.exists(path) else []
 
     def _is_replaced(self, exit_code: int) -> bool:
         """Return whether there is another one that a successor can follow, and the server has not finished."""

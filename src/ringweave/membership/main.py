@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ringweave import rpc
 from ringweave.errors import RingweaveError
+from ringweave.files import rotation
 from ringweave.membership import membership_records, service, settings
 from ringweave.membership.membership_records import GenerationId, Membership
 from ringweave.membership.messages import STARTUP_RENDEZVOUS, CoordinatorStatus
@@ -161,6 +162,7 @@ def _report_handler_error(peer: rpc.Identity, kind: str, error: Exception) -> No
 def main(argv: Sequence[str]) -> int:
     """Run the process; return its exit code."""
     try:
+        rotation.rotate_own_output()
         process = CoordinatorProcess(parse(argv))
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signal_number, process.stop)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringweave.membership import membership_records
-from ringweave.telemetry import Event
+from ringweave.telemetry import Event, events
 
 Document = dict[str, Any]
 Floats = npt.NDArray[np.float64]
@@ -218,29 +218,11 @@ class WindowSums:
         windows.append(event)
         if len(windows) > self.MAX_WINDOWS:
             pairs = zip(windows[1::2], [*windows[2::2], None], strict=False)
-            windows[1:] = [first if second is None else _sum_windows(first, second) for first, second in pairs]
+            windows[1:] = [first if second is None else events.sum_windows(first, second) for first, second in pairs]
 
     def events(self) -> list[Event]:
         """Return the windows of all ranks."""
         return [event for windows in self._windows.values() for event in windows]
-
-
-_NOT_SUMMED = ("time", "rank", "memory_bytes")
-
-
-def _sum_windows(first: Event, second: Event) -> Event:
-    kept = {key: second[key] for key in _NOT_SUMMED if key in second}
-    if "longest_s" in second:
-        kept["longest_s"] = max(first["longest_s"], second["longest_s"])
-    return _sum_values(first, second) | kept
-
-
-def _sum_values(first: Any, second: Any) -> Any:
-    """Add numbers, also inside of mappings; of other values the second one is taken."""
-    if isinstance(first, dict) and isinstance(second, dict):
-        return {**first, **{key: _sum_values(first.get(key), value) for key, value in second.items()}}
-    are_numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (first, second))
-    return first + second if are_numbers else second
 
 
 FAILURES = frozenset(

@@ -13,6 +13,7 @@ from typing import Any
 
 from ringweave import telemetry, topology
 from ringweave.errors import LaunchError, RingweaveError, UnknownJobError
+from ringweave.files import rotation
 from ringweave.launcher.run_dir import RunDir
 from ringweave.page.aggregation import Document
 from ringweave.page.run_model import RunModel, show_text
@@ -184,7 +185,7 @@ class RunSource:
     def _read_view(self) -> JobView:
         if self._directory is None:
             return self._platform.job(self._name)
-        return run_directory.view_run(self._directory, self._name, submission.os_user(), reads_events=False)
+        return run_directory.view_run(self._directory, self._name, submission.os_user())
 
     def _read_news(self) -> Iterator[tuple[int, bool, Event]]:
         """Yield (number of the attempt, whether it is a job's round, event) of what is new, earlier rounds first."""
@@ -211,7 +212,7 @@ class RunSource:
         if not self._has_files:
             return []
         root = Path(self._view.files)
-        found = [path for pattern in EVENT_FILES for path in root.glob(pattern)]
+        found = [path for pattern in EVENT_FILES for path in rotation.find_logs(root, pattern)]
         return sorted(found, key=lambda path: (int(match.group(1)) if (match := _ROUND.search(str(path))) else 0, path))
 
     def _read_cluster(self) -> Cluster | None:

@@ -13,6 +13,7 @@ import torch
 
 from ringweave import rpc
 from ringweave.errors import RingweaveError, UsageError, explain
+from ringweave.files import rotation
 from ringweave.param_server import optimizers, snapshots
 from ringweave.param_server.leadership import LEASE_S, LeadershipRecord
 from ringweave.param_server.messages import ServerStatus
@@ -193,6 +194,7 @@ def _report_handler_error(peer: rpc.Identity, kind: str, error: Exception) -> No
 def main(argv: Sequence[str]) -> int:
     """Run the process; return its exit code."""
     try:
+        rotation.rotate_own_output()
         process = ParameterServerProcess(parse(argv))
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signal_number, process.stop)

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ringweave.files import rotation
 from ringweave.platforms.api import LOG_FILES, LogLine, LogQuery
 
 FOLLOW_INTERVAL_S = 0.2
@@ -12,8 +13,8 @@ MAX_READ_BYTES = 4 * 2**20
 """Text of a log, and of all logs of another host, that is read at a time."""
 EVENTS = "events"
 """In place of a rank in the name of an event log."""
-NewText = tuple[str, int, bytes]
-"""Log (`NODE/ATTEMPT/ROUND/RANK`, or `.../events`), position after the text, text."""
+NewText = tuple[str, str, bytes]
+"""Log (`NODE/ATTEMPT/ROUND/RANK`, or `.../events`), cursor after the text (`rotation.LogCursor`), text."""
 
 
 _ALL_LOGS = LogQuery()
@@ -28,7 +29,8 @@ def find_logs(runs: Path, which: LogQuery = _ALL_LOGS) -> list[tuple[str, Path]]
     """
     found = []
     with contextlib.suppress(FileNotFoundError):  # the job is being removed
-        for path in (path for each in LOG_FILES[which.events] for path in runs.glob(f"*/*/round-*/{each}")):
+        patterns = [f"*/*/round-*/{each}" for each in LOG_FILES[which.events]]
+        for path in (path for each in patterns for path in rotation.find_logs(runs, each)):
             node, attempt, round_ = path.relative_to(runs).parts[:3]
             name = path.stem.removeprefix("rank-")
             if _is_wanted(node, int(attempt), _rank_of(name), which):
@@ -38,26 +40,25 @@ def find_logs(runs: Path, which: LogQuery = _ALL_LOGS) -> list[tuple[str, Path]]
 
 
 def read_new_text(
-    logs: Iterable[tuple[str, Path]], positions: Mapping[str, int], max_bytes: int = MAX_READ_BYTES
+    logs: Iterable[tuple[str, Path]], positions: Mapping[str, str], max_bytes: int = MAX_READ_BYTES
 ) -> Iterator[NewText]:
     """Yield the text that logs have got since the given positions, at most so many bytes of each; the rest comes later.
 
     A log that has been removed with its job has none.
     """
     for name, path in logs:
-        start = positions.get(name, 0)
-        try:
-            with path.open("rb") as log:
-                log.seek(start)
-                text = log.read(max_bytes)
-        except FileNotFoundError:
-            continue
+        cursor = rotation.parse_cursor(positions[name]) if name in positions else rotation.LOG_START
+        reader, text = rotation.LineReader(path, cursor=cursor), bytearray()
+        for line in reader.read_new(at_end=True) if max_bytes > 0 else ():
+            text += line
+            if len(text) >= max_bytes:
+                break
         if text:
-            yield name, start + len(text), text
+            yield name, str(reader.cursor), bytes(text)
 
 
 def follow_logs(
-    read: Callable[[dict[str, int]], Iterable[NewText]],
+    read: Callable[[dict[str, str]], Iterable[NewText]],
     which: LogQuery,
     *,
     is_over: Callable[[], bool],
@@ -71,7 +72,7 @@ def follow_logs(
         is_over: Returns whether the job is over.
         sleep: Waits between two polls.
     """
-    positions: dict[str, int] = {}
+    positions: dict[str, str] = {}
     rests: dict[str, bytes] = {}
     while True:
         is_over_now = not which.follow or is_over()  # before the last read, so that no line is missed

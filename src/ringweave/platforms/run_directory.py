@@ -6,7 +6,9 @@ It reads what the run writes. A run is stopped by SIGINT to its command, as Ctrl
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from ringweave import telemetry, topology
 from ringweave.errors import JobError, UnknownJobError, explain
 from ringweave.files import file_io
+from ringweave.jobs import records
 from ringweave.jobs.request import JobRequest
 from ringweave.jobs.states import JobState, NodeState, Reason, make_reason
 from ringweave.launcher import run_dir
@@ -61,6 +64,7 @@ class RunDirectoryPlatform(Platform):
 
     def __init__(self, requester: str, sleep: Callable[[float], None] = time.sleep) -> None:
         self._requester, self._sleep = requester, sleep
+        self._events: dict[Path, _RunEvents] = {}
 
     def submit(
         self, request: JobRequest, *, base: Path, script_text: str | None = None, dry_run: bool = False
@@ -78,8 +82,7 @@ class RunDirectoryPlatform(Platform):
         return sorted((self.job(name) for name in names), key=lambda view: view.created_s)
 
     def job(self, name: str) -> JobView:
-        directory = _require_run_dir(name)
-        return view_run(directory, name, self._requester)
+        return self._view(_require_run_dir(name), name)
 
     def act(self, name: str, verb: str) -> JobView:
         directory = _require_run_dir(name)
@@ -91,7 +94,12 @@ class RunDirectoryPlatform(Platform):
             raise JobError(explain(f"run {name}", got="ended", expected="one that runs", do="Nothing to do"))
         for pid in holders:
             os.kill(pid, signal.SIGINT)
-        return view_run(directory, name, self._requester)
+        return self._view(directory, name)
+
+    def _view(self, directory: RunDir, name: str) -> JobView:
+        events = self._events.setdefault(directory.root, _RunEvents(telemetry.EventTail(directory.events)))
+        events.read()
+        return view_run(directory, name, self._requester, events)
 
     def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
         directory = _require_run_dir(name)
@@ -110,19 +118,36 @@ class RunDirectoryPlatform(Platform):
         )
 
 
-def view_run(directory: RunDir, name: str, requester: str, *, reads_events: bool = True) -> JobView:
-    """Return the view of a run, from its run.json and events.
+@dataclass(slots=True)
+class _RunEvents:
+    """Events of the last attempt of a run, read as they are added."""
 
-    Without its events the cost does not grow with the run, and events and progress are left out.
-    """
+    tail: telemetry.EventTail
+    begun_s: float | None = None
+    progress: Event | None = None
+    newest: deque[EventView] = field(default_factory=lambda: deque(maxlen=records.MAX_EVENTS))
+
+    def read(self) -> None:
+        """Read what is new."""
+        for event in self.tail.iter_new():
+            if event["kind"] == "run_started":
+                self.begun_s, self.progress = event["time"], None
+                self.newest.clear()
+            elif event["kind"] == "iterations_done":
+                self.progress = event
+            self.newest.append(_event_view(event))
+
+
+def view_run(directory: RunDir, name: str, requester: str, events: _RunEvents | None = None) -> JobView:
+    """Return the view of a run, from its run.json and events; without these, they and progress are left out."""
     record = _read_record(directory)
-    events = telemetry.read_last_attempt(directory.events) if reads_events else []
     state = _STATES.get(record.get("outcome", ""), JobState.RUNNING)
     if state is JobState.RUNNING and not run_dir.is_run_dir_held(directory):
         state = JobState.FAILED  # its command was killed, and the workers with it
-    created_s = events[0]["time"] if events else _started_s(directory, record)
+    begun_s = events.begun_s if events else None
+    created_s = _started_s(directory, record) if begun_s is None else begun_s
     ended_s = created_s + (record.get("wall_s") or 0.0) if state.is_end else None
-    progress = next((each for each in reversed(events) if each["kind"] == "iterations_done"), None)
+    progress = events.progress if events else None
     return JobView(
         name=name,
         platform=PLATFORM,
@@ -139,7 +164,7 @@ def view_run(directory: RunDir, name: str, requester: str, *, reads_events: bool
         round=1,
         ttl_s=None,
         nodes=tuple(_node_view(node, len(ranks), state, progress) for node, ranks in _ranks_by_node(record).items()),
-        events=tuple(map(_event_view, events)),
+        events=tuple(events.newest) if events else (),
         files=str(directory.root),
     )
 

@@ -1,5 +1,6 @@
 """The event log of a run: one JSON object per line, appended by every process of the run."""
 
+import itertools
 import json
 import logging
 import os
@@ -7,7 +8,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -15,13 +16,10 @@ from typing import Any, Self, TextIO
 
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import UsageError, explain, printable, shorten
-from ringweave.files import file_io
+from ringweave.files import file_io, rotation
 from ringweave.telemetry.kinds import EVENT_KINDS, EVENTS_FORMAT
 
 Event = dict[str, Any]
-
-MAX_LINE_BYTES = file_io.MAX_JSON_BYTES
-"""Longest line of an event; the longest events list every link of a large cluster. Longer lines are skipped."""
 
 MAX_FLAWS = 12
 """Different flaws of unread lines that are named; further ones are counted together."""
@@ -30,15 +28,22 @@ _LOGGER = logging.getLogger("ringweave")
 
 
 class EventLog:
-    """Appends events to one file; any number of processes may do so at once.
+    """Appends events to one log of limited size; any number of processes may do so at once.
 
-    Each event is one write to a file opened for appending, so lines of different processes never mix. The file is
-    opened for each event: events are rare, and nothing has to be closed or survive a fork. If the disk is full or gone,
-    events are lost and the logger `ringweave` gets a warning.
+    Each event is one write, so lines of different processes never mix. The file is opened for each event: events are
+    rare, and nothing has to be closed or survive a fork. If the disk is full or gone, events are lost and the logger
+    `ringweave` gets a warning.
     """
 
-    def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
-        self.path = Path(path)
+    def __init__(
+        self,
+        path: str | Path,
+        clock: Callable[[], float] = time.time,
+        limits: rotation.LogLimits | None = None,
+    ) -> None:
+        """`limits` None: those of this process's environment."""
+        self._file = rotation.RotatingFile(path, limits, merge=merge_events)
+        self.path = self._file.path
         self._clock = clock
         self._is_torn = False
 
@@ -62,12 +67,121 @@ class EventLog:
             )
 
     def _append(self, line: bytes) -> None:
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            written = os.write(descriptor, b"\n" + line if self._is_torn else line)
-            self._is_torn = written < len(line)
-        finally:
-            os.close(descriptor)
+        self._is_torn = self._file.append(b"\n" + line if self._is_torn else line) < len(line)
+
+
+_KIND = re.compile(rb'\{"time": [^,]*, "kind": "(\w+)"')
+_SUMMED: Mapping[str, tuple[str, ...]] = {
+    "rpc_refused": ("service", "reason"),
+    "steps_measured": ("rank", "node"),
+    "traffic_measured": ("rank", "node", "group"),
+}
+"""Kinds of windows -> fields that tell what is measured; two windows become one, with the sums of both."""
+_SAMPLED: Mapping[str, tuple[str, ...]] = {
+    "iterations_done": ("rank",),
+    "outer_step": ("rank",),
+    "pipeline_measured": ("rank",),
+    "train_step_done": ("rank",),
+}
+"""Kinds of which the last one in a span of time is enough."""
+_MEASURED = ("group", "version", "collective", "schedule", "bytes", "num_segments", "lag", "window", "wire")
+_REPLACED: Mapping[str, tuple[str, ...]] = {
+    "collectives": ("rank", "group"),
+    "group_formed": ("group",),
+    "params_counted": ("node",),
+    "plan_made": ("group", "version"),
+    "schedule_agreed": ("group", "collective", "schedule", "bytes"),
+    "schedule_measured": _MEASURED,
+    "training_prepared": (),
+}
+"""Kinds of which the last one counts."""
+_MERGED = {**_SUMMED, **_SAMPLED, **_REPLACED}
+_LASTING = {"run_started", *_MERGED}
+_FIRST_SPAN_S, _LAST_SPAN_S = 60.0, 1e6
+
+
+def merge_events(lines: Iterable[bytes], max_bytes: int) -> list[bytes]:
+    """Return what is kept of old events: all of them, but measured windows as sums over longer and longer spans.
+
+    If that is more than `max_bytes`, the oldest of the other events are left out, and `records_gone` counts them. Sums
+    over an attempt, such as steps and bytes of each rank, stay as they were.
+    """
+    span_s = _FIRST_SPAN_S
+    merged = _merge_spans(lines, span_s)
+    while sum(map(len, merged)) > max_bytes // 2 and span_s < _LAST_SPAN_S:
+        span_s *= 4
+        merged = _merge_spans(merged, span_s)
+    return _leave_out(_leave_out(merged, max_bytes, _LASTING), max_bytes, ("run_started",))
+
+
+def _merge_spans(lines: Iterable[bytes], span_s: float) -> list[bytes]:
+    found: dict[tuple[object, ...], bytes | Event] = {}
+    attempt, numbers = 0, itertools.count()
+    for line in lines:
+        kind = _kind_of(line)
+        attempt += kind == "run_started"
+        event = parse_event(line) if kind in _MERGED else None
+        if event is None or not isinstance(event["time"], int | float):
+            found[(next(numbers),)] = line
+            continue
+        span = None if kind in _REPLACED else event["time"] // span_s
+        key = (kind, attempt, span, *(str(event.get(name)) for name in _MERGED[kind]))
+        before = found.pop(key, None)
+        found[key] = sum_windows(before, event) if isinstance(before, dict) and kind in _SUMMED else event
+    return [each if isinstance(each, bytes) else f"{json.dumps(each)}\n".encode() for each in found.values()]
+
+
+def _kind_of(line: bytes) -> str:
+    match = _KIND.match(line)
+    return match[1].decode() if match else ""
+
+
+def _leave_out(lines: list[bytes], max_bytes: int, lasting: Container[str]) -> list[bytes]:
+    """Return the lines without the oldest ones over a size, but for lasting kinds; an event in their place counts them.
+
+    A quarter of the size is free then: not every further file begins this anew.
+    """
+    excess = sum(map(len, lines)) - max_bytes
+    if excess <= 0:
+        return lines
+    kept: list[bytes] = []
+    excess, num_gone, place = excess + max_bytes // 4, 0, 0
+    for line in lines:
+        kind = _kind_of(line)
+        if kind == "records_gone" and isinstance((parse_event(line) or {}).get("records"), int):
+            num_gone, place = num_gone + (parse_event(line) or {})["records"], len(kept)
+        elif excess > 0 and kind not in lasting:
+            num_gone, place, excess = num_gone + 1, len(kept), excess - len(line)
+        else:
+            kept.append(line)
+    kept.insert(place, _records_gone(num_gone))
+    return kept
+
+
+def _records_gone(num_records: int) -> bytes:
+    return f"{json.dumps({'time': time.time(), 'kind': 'records_gone', 'records': num_records})}\n".encode()
+
+
+_NOT_SUMMED = ("time", "rank", "memory_bytes")
+
+
+def sum_windows(first: Event, second: Event) -> Event:
+    """Return one window in place of two: numbers are added, also in mappings; of texts the second one is taken."""
+    kept = {key: second[key] for key in _NOT_SUMMED if key in second}
+    longest_s = [each["longest_s"] for each in (first, second) if isinstance(each.get("longest_s"), int | float)]
+    return _sum_values(first, second) | kept | ({"longest_s": max(longest_s)} if longest_s else {})
+
+
+def _sum_values(first: Any, second: Any) -> Any:
+    if isinstance(first, dict) and isinstance(second, dict):
+        return {**first, **{key: _sum_values(first.get(key), value) for key, value in second.items()}}
+    are_numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (first, second))
+    return first + second if are_numbers else second
+
+
+def event_lines(path: str | Path) -> rotation.LineReader:
+    """Return the reader of an event log's lines, in which `records_gone` stands for what it has missed."""
+    return rotation.LineReader(path, gone=_records_gone)
 
 
 class UnreadRecords:
@@ -100,40 +214,11 @@ def read_events(path: str | Path, unread: UnreadRecords | None = None) -> Iterat
     Raises:
         UsageError: An attempt in it has events of another format.
     """
-    for line in LineReader(path).read_new():
+    for line in event_lines(path).read_new():
         event = parse_event(line, unread)
         if event is not None:
             _check_format(event, path)
             yield event
-
-
-class LineReader:
-    """Reads lines as they are added to a file that many processes write; each is read once, at constant cost."""
-
-    def __init__(self, path: str | Path) -> None:
-        """`path` need not exist yet."""
-        self._path, self._position = Path(path), 0
-        self._is_endless = False
-
-    def read_new(self) -> Iterator[bytes]:
-        """Yield lines added since the last call, with their ends: an unfinished one later, an overlong one never.
-
-        At most one of them is in memory.
-        """
-        try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
-            return
-        with file:
-            file.seek(self._position)
-            while piece := file.readline(MAX_LINE_BYTES):
-                is_end, was_endless = piece.endswith(b"\n"), self._is_endless
-                if not is_end and len(piece) < MAX_LINE_BYTES:
-                    return
-                self._position += len(piece)
-                self._is_endless = not is_end
-                if is_end and not was_endless:
-                    yield piece
 
 
 class EventTail:
@@ -141,7 +226,7 @@ class EventTail:
 
     def __init__(self, path: str | Path, unread: UnreadRecords | None = None) -> None:
         """`path` need not exist yet; `unread` counts lines that are no event as its kind has to be."""
-        self._path, self._lines, self._unread = path, LineReader(path), unread
+        self._path, self._lines, self._unread = path, event_lines(path), unread
 
     def read_new(self) -> list[Event]:
         """Return events added since the last call, oldest first; an unfinished line comes later.
@@ -203,7 +288,7 @@ def find_event_files(folder: str | Path) -> tuple[int, list[Path]]:
     """Return the last round of a run, 0 without rounds, and its files of events, of all nodes."""
     folder = Path(folder)
     patterns = ("*/*/round-*/events.jsonl", "hosts/*/*/*/round-*/events.jsonl")
-    paths = [path for pattern in patterns for path in folder.glob(pattern)]
+    paths = [path for pattern in patterns for path in rotation.find_logs(folder, pattern)]
     rounds = {path: int(path.parent.name.removeprefix("round-")) for path in paths}
     last = max(rounds.values(), default=0)
     if not last:
@@ -256,7 +341,7 @@ def _check_fields(kind: str, fields: dict[str, object]) -> None:
 def parse_event(line: bytes, unread: UnreadRecords | None = None) -> Event | None:
     """Parse the event in a line; None, and counted in `unread`, if it is none as its kind has to be."""
     try:
-        event = file_io.parse_json(line.decode("utf-8", errors="replace"), MAX_LINE_BYTES)
+        event = file_io.parse_json(line.decode("utf-8", errors="replace"), rotation.MAX_LINE_BYTES)
     except ValueError:
         event = None
     flaw = "truncated, or no JSON object with a kind"

@@ -450,7 +450,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "predicted_s": "schedule -> predicted seconds, null where nothing is predicted",
             "measured_s": "schedule -> measured seconds: median over its trials of the slowest rank",
             "trials": "number of trials, those that warm up included",
-            "trials_s": "seconds that they took in all, measured",
+            "trials_s": "seconds of all trials, measured",
         },
     ),
     "plan_changed": EventKind(
@@ -655,17 +655,20 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         },
     ),
     "rpc_refused": EventKind(
-        meaning="A server of the job refused a connection, cut off a peer that broke the rules, or refused a message "
-        "of a peer that stays connected. Each reason and host is reported at once, then at most every ten seconds.",
+        meaning="A server refused a connection or a message. Each reason and host at once, then every ten seconds.",
         written_by="server, coordinator, member of an elastic job, worker of an encrypted run",
         fields={
             "service": "identity of the server: `ringweave://JOB/ROLE/NAME`",
             "peer": "address and port of the refused peer",
-            "reason": "`certificate`, `revoked`, `handshake`, `token`, `identity`, `job`, `role`, `message`, "
-            "`deadline`, `connection` or `full`",
+            "reason": "`certificate`, `revoked`, `handshake`, `token`, `identity`, `job`, `role`, `message`, ...",
             "text": "the error's text",
             "refusals": "refusals since the last event of this reason and host, this one included",
         },
+    ),
+    "records_gone": EventKind(
+        meaning="Older events than the next ones are gone: the event log reached its limits.",
+        written_by="process that removes them; a reader adds one",
+        fields={"records": "how many"},
     ),
     **FAULT_KINDS,
 }
@@ -682,6 +685,8 @@ _MARKDOWN_HEAD = """# Events
 `RUN_DIR/events.jsonl` holds one JSON object per line. Every event has `time` (seconds since 1970) and `kind`; the other
 fields are those of its kind, all of them always present. Lines are appended whole, by several processes; a process that
 is killed while it writes may leave one torn line, which readers skip. A further attempt in the same directory appends.
+Its size is [limited](../how-to/see-what-goes-on.md#limits-of-logs): full files are set aside, and of the oldest events
+measured windows are merged and all others kept.
 
 This page is generated from `src/ringweave/telemetry/kinds.py`; `python tools/reference_pages.py` writes it.
 

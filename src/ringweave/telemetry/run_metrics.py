@@ -96,6 +96,11 @@ _COMMUNICATION, _WAIT = "ringweave_rank_communication_seconds_total", "ringweave
 _APART_S = 15.0
 """Seconds after which a window of another rank no longer belongs to the same steps."""
 
+_MAX_GROUPS = 200
+"""Number of groups of a rank whose counts are known one by one."""
+_ENDED = ""
+"""Name for all other groups together."""
+
 Labels = tuple[str, ...]
 
 
@@ -193,7 +198,11 @@ class RunMetrics:
                 ("bytes", "ringweave_rank_collective_bytes_total"),
             ):
                 groups = self._counted.setdefault((metric, labels), {})
+                groups.pop(event["group"], None)
                 groups[event["group"]] = row[name]
+                if len(groups) > _MAX_GROUPS:  # those of earlier generations count no more
+                    oldest = next(group for group in groups if group != _ENDED)
+                    groups[_ENDED] = groups.get(_ENDED, 0.0) + groups.pop(oldest)
                 self.values[metric][labels] = sum(groups.values())
 
     def _add_training_prepared(self, event: Event) -> None:

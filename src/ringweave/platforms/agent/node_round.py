@@ -89,7 +89,7 @@ class ProgressReader:
     """Reads the new lines of an event log, each once."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = telemetry.LineReader(path)
+        self._lines = telemetry.event_lines(path)
         self._progress = NodeProgress()
         self._parts: dict[str, _PartProgress] = {}
         self._finished_members: set[str] = set()

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from ringweave.environment import ports_of_environ
-from ringweave.files import file_io
+from ringweave.files import file_io, rotation
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.processes import ProcessContext
 from ringweave.param_server.leadership_log import LeadershipLog
@@ -35,6 +35,7 @@ class HostAgentChannel(FileAgentChannel):
 
 def main(root: Path, node: int, attempt: int) -> None:
     """Run the node agent to its end."""
+    rotation.rotate_own_output()
     folder, host = JobFolder(root=root), HostFolder(root=root.parent)
     environ, host_config = dict(os.environ), host.load_config()
     group = folder.group(node, attempt)

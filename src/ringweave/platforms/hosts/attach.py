@@ -1,6 +1,7 @@
 """Following a run on hosts: merged output of its workers, reconnection of hosts that were away, report of the end."""
 
 import io
+import os
 import re
 import shutil
 import signal
@@ -15,7 +16,8 @@ from typing import Any
 
 from ringweave import telemetry
 from ringweave.errors import JobError, LaunchError
-from ringweave.files import file_io
+from ringweave.files import rotation
+from ringweave.files.rotation import LogLimits
 from ringweave.jobs.states import JobState
 from ringweave.launcher import outcome, run_dir
 from ringweave.launcher.outcome import RunResult, WorkerFailure
@@ -77,11 +79,11 @@ class RunFollower:
         self._known, self._connections, self._console, self._notify = known, connections, console, notify
         self.run_dir = RunDir(root=Path(known.run_dir))
         (self.run_dir.root / "logs").mkdir(parents=True, exist_ok=True)
-        for path in self.run_dir.logs_by_rank().values():
+        for path in (self.run_dir.root / "logs").glob("rank-*.log*"):
             path.unlink()
         self._names = [*(host.node for host in known.hosts), *(node for _, node in known.joining)]
         self._hosts = [_HostState(summary={}) for _ in self._names]
-        self._positions: list[dict[str, int]] = [{} for _ in self._names]
+        self._positions: list[dict[str, str]] = [{} for _ in self._names]
         self._streams: dict[int, WorkerStream] = {}
         self._logs: dict[int, WorkerLog] = {}
         self._output_lock, self._closing = threading.Lock(), threading.Event()
@@ -202,7 +204,7 @@ class RunFollower:
         """Return the last lines of a worker's output."""
         path = self.run_dir.worker_log(rank)
         try:
-            return file_io.last_lines(path)[-NUM_LAST_LINES:]
+            return rotation.last_lines(path)[-NUM_LAST_LINES:]
         except OSError:
             return []
 
@@ -265,7 +267,7 @@ class RunFollower:
     def _feed(self, rank: int, received: bytes) -> None:
         with self._output_lock:
             if rank not in self._streams:
-                self._logs[rank] = WorkerLog(self.run_dir.worker_log(rank))
+                self._logs[rank] = WorkerLog(self.run_dir.worker_log(rank), LogLimits.from_environ(os.environ))
                 self._streams[rank] = WorkerStream(self._console, "stdout", rank, self._logs[rank])
             self._streams[rank].feed(received)
 

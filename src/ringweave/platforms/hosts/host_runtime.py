@@ -19,7 +19,7 @@ import psutil
 
 from ringweave import rpc
 from ringweave.errors import JobError, LaunchError, RemoteError, RingweaveError, RpcError, explain
-from ringweave.files import file_io
+from ringweave.files import file_io, rotation
 from ringweave.jobs import records
 from ringweave.param_server import leadership_log
 from ringweave.param_server.leadership import LeadershipRecord
@@ -53,6 +53,7 @@ JOINER_PROBE_TIMEOUT_S = 3.0
 FETCH_TIMEOUT_S = 100.0
 START_TIMEOUT_S = 15.0
 MAX_FETCHED_FILE_BYTES = 64 * 2**20
+MAX_FETCHED_BYTES = 512 * 2**20
 AGENT_COMMAND = (sys.executable, "-P", "-m", "ringweave.platforms.hosts.agent_main")
 SERVICE_MODULE = "ringweave.platforms.hosts.service"
 RELAY_MODULE = "ringweave.platforms.hosts.relay"
@@ -250,7 +251,7 @@ def _wait_for_service(folder: HostFolder, address: str, port: int, timeout_s: fl
         if not job_folder.is_lock_held(folder.service_lock):
             break
         time.sleep(0.02)
-    lines = file_io.last_lines(folder.service_log)
+    lines = rotation.last_lines(folder.service_log)
     got = lines[-1] if lines else "no listener"
     do = f"Check that {address} is an address of this host, and that port {port} is free"
     raise LaunchError(explain("host service", got=got, expected=f"one that listens on {address}:{port}", do=do))
@@ -309,13 +310,13 @@ def is_run_process(process: psutil.Process) -> bool:
 
 
 def read_new_logs(
-    folder: HostFolder, positions: Mapping[str, int], events: EventLines = "none"
+    folder: HostFolder, positions: Mapping[str, str], events: EventLines = "none"
 ) -> tuple[list[list[Any]], bytes]:
-    """Return the new text of each log, as `[log, end, number of bytes]` and the bytes one after the other.
+    """Return the new lines of each log, as `[log, cursor, number of bytes]` and the bytes one after the other.
 
     Args:
         folder: Folder of the run.
-        positions: `NODE/ATTEMPT/ROUND/RANK`, or `.../events` -> position in bytes.
+        positions: `NODE/ATTEMPT/ROUND/RANK`, or `.../events` -> cursor, `rotation.LogCursor`.
         events: Whether to return also event logs, or these only.
     """
     pieces: list[list[Any]] = []
@@ -334,7 +335,7 @@ class HostLogReader:
         self._folder = folder
         self._clients: dict[int, rpc.RpcClient] = {}
 
-    def read(self, host: int, positions: Mapping[str, int], events: EventLines = "none") -> tuple[LogPieces, bytes]:
+    def read(self, host: int, positions: Mapping[str, str], events: EventLines = "none") -> tuple[LogPieces, bytes]:
         """Return the new text of the logs of a host; none if it does not answer, or has not joined."""
         message = ReadLogs(positions=dict(positions), events=events)
         try:
@@ -369,8 +370,8 @@ class HostLogReader:
         return self._clients[host]
 
 
-def split_pieces(pieces: Sequence[Sequence[Any]], content: bytes) -> Iterator[tuple[str, int, bytes]]:
-    """Yield key, new position and text of each piece that `read_new_logs` returned."""
+def split_pieces(pieces: Sequence[Sequence[Any]], content: bytes) -> Iterator[tuple[str, str, bytes]]:
+    """Yield key, new cursor and text of each piece that `read_new_logs` returned."""
     start = 0
     for key, end, size in pieces:
         yield key, end, content[start : start + size]
@@ -378,15 +379,17 @@ def split_pieces(pieces: Sequence[Sequence[Any]], content: bytes) -> Iterator[tu
 
 
 def archive_files(folder: HostFolder) -> bytes:
-    """Return events, run.json, cluster files and logs of this host as a tar archive."""
-    buffer, runs = io.BytesIO(), folder.job.runs_folder
+    """Return events, run.json, cluster files and logs of this host as a tar archive; of long logs the newest files."""
+    buffer, runs, left = io.BytesIO(), folder.job.runs_folder, MAX_FETCHED_BYTES
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-        names = ("events.jsonl", "run.json", "cluster.yaml", "logs/*.log")
+        names = ("run.json", "cluster.yaml", "events.jsonl*", "logs/*.log", "logs/*.log.*")
         paths = [path for name in names for path in runs.glob(f"*/*/round-*/{name}")]
-        paths += runs.glob("*/*/agent.log")
-        for path in [*paths, folder.service_log]:
-            if path.is_file() and path.stat().st_size <= MAX_FETCHED_FILE_BYTES:
-                base = runs if path != folder.service_log else folder.root
+        paths += [*runs.glob("*/*/agent.log*"), *folder.root.glob(f"{folder.service_log.name}*")]
+        for path in paths:
+            size = path.stat().st_size if path.is_file() else 0
+            if path.is_file() and size <= min(left, MAX_FETCHED_FILE_BYTES):
+                left -= size
+                base = runs if path.is_relative_to(runs) else folder.root
                 archive.add(path, arcname=str(path.relative_to(base)), recursive=False)
     return buffer.getvalue()
 

@@ -268,7 +268,7 @@ class JoinedRun:
     _summary: dict[str, Any] = field(
         default_factory=lambda: {"state": JobState.PENDING, "reason": "", "is_end": False, "is_at_rest": True}
     )
-    _positions: dict[str, int] = field(default_factory=dict)
+    _positions: dict[str, str] = field(default_factory=dict)
     _streams: dict[int, WorkerStream] = field(default_factory=dict)
     _console: OutputConsole = field(
         default_factory=lambda: OutputConsole({"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}, {})

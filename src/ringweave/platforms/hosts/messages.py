@@ -1,9 +1,10 @@
 """RPC messages between the host services of a run, and from commands to them."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import pydantic
 
+from ringweave.files.rotation import CURSOR_PATTERN
 from ringweave.jobs.records import ObservedGroup
 from ringweave.platforms.agent.agent_channel import AgentStatus
 from ringweave.platforms.api import EventLines
@@ -173,20 +174,20 @@ class LogPieces(RpcMessage):
 
     kind: ClassVar[str] = "hosts.log_pieces"
 
-    pieces: tuple[tuple[str, int, int], ...] = ()
-    """Log (`NODE/ATTEMPT/ROUND/RANK`, or `.../events`), position after this text, and number of bytes of each piece."""
+    pieces: tuple[tuple[str, str, int], ...] = ()
+    """Log (`NODE/ATTEMPT/ROUND/RANK`, or `.../events`), cursor after this text, and number of bytes of each piece."""
     is_at_rest: bool = True
     """No worker group of this host runs any more."""
 
 
 class ReadLogs(RpcMessage):
-    """Asks for what the logs of this host have got since these positions."""
+    """Asks for what the logs of this host have got since these places."""
 
     kind: ClassVar[str] = "hosts.read_logs"
     reply: ClassVar[type[RpcMessage]] = LogPieces
 
-    positions: dict[str, int] = pydantic.Field(default_factory=dict)
-    """`NODE/ATTEMPT/ROUND/RANK`, or `.../events` -> position in bytes."""
+    positions: dict[str, Annotated[str, pydantic.Field(pattern=CURSOR_PATTERN)]] = pydantic.Field(default_factory=dict)
+    """`NODE/ATTEMPT/ROUND/RANK`, or `.../events` -> cursor, `rotation.LogCursor`."""
     events: EventLines = "none"
     """Whether to return also event logs, or these only."""
 

@@ -48,7 +48,7 @@ class RunAccess(Protocol):
         """
         ...
 
-    def read_logs(self, positions: dict[str, int], events: EventLines) -> list[LogPiecesOfHost]:
+    def read_logs(self, positions: dict[str, str], events: EventLines) -> list[LogPiecesOfHost]:
         """Return the new text of the logs, and of event logs if wanted, of each host that answers."""
         ...
 
@@ -83,7 +83,7 @@ class StartedRunAccess:
             else:
                 return
 
-    def read_logs(self, positions: dict[str, int], events: EventLines) -> list[LogPiecesOfHost]:
+    def read_logs(self, positions: dict[str, str], events: EventLines) -> list[LogPiecesOfHost]:
         wanted = {"run_id": self._known.run_id, "positions": positions, "events": events}
         found = [self._read_logs(index, wanted) for index in range(len(self._open))]
         joined = [self._read_logs(0, wanted, host=host) for host, _ in self._known.joining]
@@ -146,7 +146,7 @@ class HostRunAccess:
             what = f"{verb} of run {self.read_entry().name}"
             raise LaunchError(explain(what, got="no host service here", expected="a run that goes on", do=do))
 
-    def read_logs(self, positions: dict[str, int], events: EventLines) -> list[LogPiecesOfHost]:
+    def read_logs(self, positions: dict[str, str], events: EventLines) -> list[LogPiecesOfHost]:
         own = self._folder.load_config().index
         return [
             host_runtime.read_new_logs(self._folder, positions, events)
@@ -155,7 +155,7 @@ class HostRunAccess:
             for host in range(len(self._folder.load_entry().hosts))
         ]
 
-    def _read_other(self, host: int, positions: dict[str, int], events: EventLines) -> LogPiecesOfHost:
+    def _read_other(self, host: int, positions: dict[str, str], events: EventLines) -> LogPiecesOfHost:
         answer, content = self._others.read(host, positions, events)
         return answer.pieces, content
 

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 from ringweave import relayed_address
 from ringweave.accept_limits import AcceptLimits, LimitedListener
 from ringweave.errors import RingweaveError, UsageError
-from ringweave.files import file_io
+from ringweave.files import file_io, rotation
 from ringweave.platforms.hosts.join_protocol import print_refusal
 from ringweave.platforms.hosts.messages import HOST_ROLE
 from ringweave.platforms.hosts.run_entry import HostEndpoint, HostFolder
@@ -686,14 +686,14 @@ async def run_relay(folder: HostFolder) -> None:
 
 def main(root: Path) -> None:
     """Run the relay of a run's folder with the inherited lock."""
+    rotation.rotate_own_output()
     for signum in (signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
     os.chdir("/")
     try:
         asyncio.run(run_relay(HostFolder(root=root)))
     except (RingweaveError, OSError) as error:
-        print(f"relay: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        sys.exit(f"relay: {error}")
 
 
 if __name__ == "__main__":

@@ -37,9 +37,6 @@ from ringweave.platforms.hosts.quorum_election import Ballot, EntryVersion
 from ringweave.platforms.local.job_folder import JobFolder
 from ringweave.platforms.submission import JobOrigin
 
-MAX_EVENTS = 1000
-"""Upper limit of kept events; the oldest are dropped, since every host gets all of them with each change."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostEndpoint:
@@ -132,7 +129,7 @@ class RunEntry:
             for event in events
             if event.key not in known
         ]
-        return replace(self, job=replace(self.job, record=record), events=(*self.events, *added)[-MAX_EVENTS:])
+        return replace(self, job=replace(self.job, record=record), events=(*self.events, *added)[-records.MAX_EVENTS :])
 
 
 def dump_entry(entry: RunEntry) -> str:

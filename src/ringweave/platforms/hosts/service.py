@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ringweave import rpc
 from ringweave.errors import JobError, LaunchError, NotLeaderError, RemoteError, RingweaveError, RpcError, explain
+from ringweave.files import rotation
 from ringweave.jobs import verbs
 from ringweave.jobs.advance import is_finished
 from ringweave.launcher.run_dir import software_versions
@@ -53,7 +54,6 @@ from ringweave.platforms.hosts.quorum_election import EntryVersion, Leadership, 
 from ringweave.platforms.hosts.run_entry import HostFolder, RunEntry, StaleEntryError, dump_entry, parse_entry
 from ringweave.platforms.hosts.script_files import FileOffer
 from ringweave.platforms.local import job_folder
-from ringweave.platforms.local.job_folder import Wakeup
 from ringweave.rpc import RpcCall, RpcClient, RpcHandler, RpcLimits, RpcReply, RpcServer
 
 TICK_S = 0.1
@@ -196,7 +196,7 @@ class HostService:
         self._finished_s: float | None = None
         self._used_s = self._leads_since_s = clock()
         folder.job.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._wakeup = Wakeup(folder.job.wakeup)
+        self._wakeup = job_folder.Wakeup(folder.job.wakeup)
 
     def run(self) -> None:
         """Serve until the run is removed, or has ended and no command has asked for a while."""
@@ -689,6 +689,7 @@ def _print_handler_error(peer: rpc.Identity, kind: str, error: Exception) -> Non
 
 def main(root: Path) -> None:
     """Run the host service of a folder with the inherited lock."""
+    rotation.rotate_own_output()
     for signum in (signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
     os.chdir("/")

@@ -449,6 +449,7 @@ def _job_request(options: HostsRunOptions, hosts: HostList, connections: HostCon
         **options.run.worker_options.to_fields(),
         elastic=ElasticRequest(min=bounds.min_members, spares=options.run.num_spares) if bounds else None,
         standby=options.run.has_standby,
+        environment=options.run.log_environ,
         min_per_node=1,
     )
 

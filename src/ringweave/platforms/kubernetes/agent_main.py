@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 
 from ringweave.errors import LaunchError, explain
 from ringweave.files import file_io
+from ringweave.files.rotation import LineReader
 from ringweave.jobs.records import GroupPhase
 from ringweave.launcher.node_context import HostContext
 from ringweave.param_server import leadership_log
@@ -40,7 +41,7 @@ from ringweave.platforms.agent.agent_channel import (
 from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.platforms.kubernetes import names, objects, pod_logs
 from ringweave.rpc import Credentials
-from ringweave.telemetry import LineReader
+from ringweave.telemetry import event_lines
 
 TAG_HEADER = "X-Ringweave-Tag"
 _REQUEST_TIMEOUT_S = 60.0
@@ -238,7 +239,7 @@ class GatewayChannel(AgentChannel):
             sys.stdout.write(f"{pod_logs.ROUND_LINE_PREFIX}{status.round}\n")
             sys.stdout.flush()
             if self._events[0] != status.round:
-                self._events = status.round, LineReader(agent.round_run_dir(self._home, status.round).events)
+                self._events = status.round, event_lines(agent.round_run_dir(self._home, status.round).events)
         with self._status_changed:
             self._unsent_status = status
             self._status_changed.notify_all()

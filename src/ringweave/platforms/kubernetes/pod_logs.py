@@ -1,12 +1,12 @@
 """Archived logs of attempts: each is kept in a ConfigMap until the job is deleted."""
 
-import os
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ringweave.files import rotation
 from ringweave.launcher.run_dir import RunDir
 from ringweave.platforms.kubernetes import names, pod_status
 from ringweave.platforms.kubernetes.api_errors import ApiError
@@ -99,12 +99,10 @@ def _log_paths(run_dir: RunDir) -> dict[str, Path]:
 
 
 def _last_lines(path: Path, most_bytes: int) -> list[str]:
-    """Return the last complete lines of a file."""
-    with path.open("rb") as log:
-        size = log.seek(0, os.SEEK_END)
-        log.seek(max(0, size - most_bytes))
-        lines = log.read().decode("utf-8", "replace").split("\n")
-    whole = lines if size <= most_bytes else lines[1:]
+    """Return the last complete lines of a log."""
+    content = rotation.read_tail(path, most_bytes + 1)
+    lines = content.decode("utf-8", "replace").split("\n")
+    whole = lines if len(content) <= most_bytes else lines[1:]
     return whole if whole and whole[-1] else whole[:-1]
 
 

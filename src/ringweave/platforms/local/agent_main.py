@@ -18,7 +18,7 @@ import psutil
 
 from ringweave import lab
 from ringweave.errors import LaunchError
-from ringweave.files import file_io
+from ringweave.files import file_io, rotation
 from ringweave.launcher.node_context import HostContext, LabContext
 from ringweave.launcher.processes import ProcessContext
 from ringweave.platforms.agent import job_config
@@ -54,6 +54,7 @@ class SupervisedWait:
 
 def main(root: Path, node: int, attempt: int) -> None:
     """Run the node agent to its end."""
+    rotation.rotate_own_output()
     folder = JobFolder(root=root)
     group = folder.group(node, attempt)
     environ = dict(os.environ)

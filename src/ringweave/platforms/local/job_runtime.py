@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from ringweave.errors import explain
-from ringweave.files import file_io
+from ringweave.files import file_io, rotation
 from ringweave.jobs import records
 from ringweave.jobs.records import EndCause, GroupPhase, JobAction, ObservedGroup, ObservedJobState
 from ringweave.launcher.outcome import find_exception
@@ -233,7 +233,7 @@ class LocalJobRuntime(FolderJobRuntime):
     def _startup_failure(self, folder: GroupFolder, desired: DesiredState | None) -> AgentStatus | None:
         """Return the failure of an agent that ended before its first status; None if none was started."""
         try:
-            lines = file_io.last_lines(self._agent_log(folder))
+            lines = rotation.last_lines(self._agent_log(folder))
         except FileNotFoundError:
             return None
         if desired is None or not lines:

@@ -126,6 +126,8 @@ class LocalJobRegistry:
                 "INSERT OR IGNORE INTO events SELECT ?, ?, ?, ?, ? WHERE EXISTS (SELECT 1 FROM jobs WHERE id = ?)",
                 [(job_id, event.key, now, event.kind, event.text, job_id) for event in events],
             )
+            older = "SELECT rowid FROM events WHERE id = ? ORDER BY rowid DESC LIMIT -1 OFFSET ?"
+            connection.execute(f"DELETE FROM events WHERE rowid IN ({older})", (job_id, records.MAX_EVENTS))
 
     def update_desired(self, job_id: str, change: Callable[[Job, Sequence[Job]], DesiredJobState]) -> None:
         """Change the desired state of a job; nothing changes if `change` raises or the job is gone.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringweave.errors import LaunchError
+from ringweave.files import rotation
 from ringweave.jobs import reconcile, records
 from ringweave.jobs.records import GroupPhase, JobAction, ObservedJobState
 from ringweave.platforms import api
@@ -173,6 +174,7 @@ def main(state: Path, job_id: str, on_started: Callable[[], object]) -> None:
 
     Release it before the last check, to see requests made while it was held.
     """
+    rotation.rotate_own_output()
     supervisor = JobSupervisor(state, job_id, on_started=on_started)
     lock: int | None = job_folder.INHERITED_LOCK
     while lock is not None:

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from ringweave.files import file_io
+from ringweave.files import file_io, rotation
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.processes import ProcessContext
 from ringweave.platforms.agent import job_config
@@ -26,6 +26,7 @@ DESIRED_STATE_POLL_S = 0.1
 
 def main(root: Path, node: int, attempt: int, key: str, lease_s: float) -> None:
     """Run the agent until its group has ended."""
+    rotation.rotate_own_output()
     folder = JobFolder(root=root)
     group = folder.group(node, attempt)
     lock = job_folder.try_lock_file(group.alive_lock)

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 from ringweave.errors import LaunchError
+from ringweave.files import rotation
 from ringweave.jobs import advance, records
 from ringweave.jobs.reconcile import reconcile
 from ringweave.jobs.records import JobAction, JobRecord, ObservedJobState
@@ -260,6 +261,7 @@ def grant_from_environment(environ: Mapping[str, str]) -> AllocationGrant:
 
 def main(root: Path, timeouts: SlurmTimeouts) -> None:
     """Control the job of a folder until nothing of it has to run, or another controller claims it."""
+    rotation.rotate_own_output()
     slurm, grant = SlurmClient(), grant_from_environment(os.environ)
     os.chdir("/")
     registry = SlurmJobRegistry(root.parent.parent)

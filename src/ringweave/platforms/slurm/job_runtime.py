@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ringweave.errors import LaunchError
-from ringweave.files import file_io
+from ringweave.files import file_io, rotation
 from ringweave.jobs.records import EndCause, GroupPhase, ObservedGroup
 from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState
 from ringweave.platforms.agent.job_config import JobConfig
@@ -241,7 +241,7 @@ class SlurmJobRuntime(FolderJobRuntime):
 
     def _last_srun_error(self, folder: GroupFolder) -> str:
         with contextlib.suppress(OSError):
-            lines = file_io.last_lines(self._agent_log(folder))
+            lines = rotation.last_lines(self._agent_log(folder))
             errors = [line.removeprefix(_SRUN_ERROR_PREFIX) for line in lines if line.startswith(_SRUN_ERROR_PREFIX)]
             return f": {errors[-1]}" if errors else ""
         return ""

@@ -27,9 +27,8 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from ringweave import telemetry
 from ringweave.errors import LaunchError, explain
-from ringweave.files import file_io
+from ringweave.files import file_io, rotation
 from ringweave.jobs import records
 from ringweave.jobs.records import DesiredJobState, Job, JobEvent, JobRecord
 from ringweave.platforms.api import EventView
@@ -166,17 +165,18 @@ class SlurmJobRegistry:
         )
 
     def add_events(self, name: str, events: Sequence[JobEvent], now: float) -> None:
-        """Append events; known events are left out."""
+        """Add events; known ones are left out, and the oldest over a limit."""
         path = self.folder(name).root / "events.jsonl"
-        known = {event["key"] for event in _read_event_lines(path)}
-        lines = [
-            json.dumps({"key": event.key, "time_s": now, "kind": event.kind, "text": event.text})
+        there = _read_event_lines(path)
+        known = {event["key"] for event in there}
+        new = [
+            {"key": event.key, "time_s": now, "kind": event.kind, "text": event.text}
             for event in events
             if event.key not in known
         ]
-        if lines:
-            with path.open("a", encoding="utf-8") as log:
-                log.write("".join(f"{line}\n" for line in lines))
+        if new:
+            newest = [*there, *new][-records.MAX_EVENTS :]
+            file_io.replace_text(path, "".join(f"{json.dumps(event)}\n" for event in newest))
 
     def events(self, name: str) -> tuple[EventView, ...]:
         """Return the events of a job, oldest first."""
@@ -205,7 +205,7 @@ def _read_json_file(path: Path, adapter: TypeAdapter[T], absent: T) -> T:
 def _read_event_lines(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines; a line cut short by a crash is skipped."""
     found = []
-    for line in telemetry.LineReader(path).read_new():
+    for line in rotation.LineReader(path).read_new():
         with contextlib.suppress(ValueError):
             event = file_io.parse_json(line)
             if isinstance(event, dict) and event.keys() >= _EVENT_KEYS:
