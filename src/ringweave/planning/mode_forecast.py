@@ -4,7 +4,8 @@ The time to a given loss is the number of samples that it takes, times seconds p
 of synchronous training. The parameter server needs a little more (`SAMPLE_WORTH`) and wins only where waiting costs
 more. Wire formats and mode local cost loss by a measured table; they count only within a bound that the user gives.
 Times are predicted: computing at measured speeds, transfers at the rates of NICs and switches, plus the overheads that
-a benchmark measured for a collective and for an exchange with the server.
+a benchmark measured for a collective and for an exchange with the server. Mode local is forecast from measured inner
+and outer steps.
 """
 
 import itertools
@@ -22,6 +23,8 @@ from ringweave.planning.sites import FIRST_INNER_STEPS, RoundSplit, Site
 SAMPLE_WORTH = 0.98
 """Worth of a sample in training with several rings, relative to synchronous training: simulated runs found losses 0 to
 2 % behind after the same samples (docs/decisions/0017)."""
+RINGS_LOSS = LossIncrease(lowest=0.0, mean=0.01, highest=0.02)
+"""The same as a loss at equal samples, where the user gives a bound on it."""
 MIN_RING_GAIN = 0.05
 """Gain over one exact step of all ranks that rings must have, where rounds of rings were benchmarked."""
 MIN_RING_GAIN_UNBENCHMARKED = 0.1
@@ -31,8 +34,6 @@ _MIN_GAIN_AMONG_RINGS = 0.03
 """Gain that rings must have over simpler rings, whose forecasts have the same errors."""
 MIN_INEXACT_GAIN = 0.1
 """Gain that wire formats and mode local must have over what would be chosen without them."""
-_OUTER_S_PER_VALUE = 8e-9
-"""Seconds of an outer step per parameter in which its site does not compute (shared x86-64 core, measured)."""
 _RATE_GROUP_RATIO = 1.25
 """Rates within this ratio are of one class."""
 
@@ -79,8 +80,6 @@ class StepWorkload:
     """Uplinks above that node, as a worker's."""
     server_processing_s: float = 0.0
     """Seconds of the server's processor for a push and its reply, one after the other for all rings."""
-    update_s: float = 0.0
-    """Seconds of a step beyond computing and the allreduce, such as those of the optimizer."""
     local_steps: int = 0
     """Steps of a ring between pushes, during which a push is in flight; 0 pushes each step, and waits."""
     epoch_samples: float = math.inf
@@ -170,14 +169,17 @@ def forecast_wires(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OuterSteps:
-    """Outer steps of mode local, as far as they are known before training."""
+    """Inner and outer steps of mode local, as they were measured before training."""
 
     sites: tuple[Site, ...]
+    site_steps_s: tuple[float, ...]
+    """Measured: seconds of an inner step of each site, from its batch to the end of the optimizer's step."""
+    exchange_s: float
+    """Measured: seconds of an outer step of one fragment while nobody computes."""
+    round_s: float
+    """Measured: seconds of a round of `round_steps` train steps, with the outer step of one fragment."""
+    round_steps: int
     fragments: int
-    num_values: int
-    """Parameters of the model."""
-    message_bytes: float
-    """Bytes of a site's outer gradient, of all fragments together."""
     inner_steps: int | None
     """As the script asks for; None derives them."""
     max_inner_steps: int
@@ -201,35 +203,28 @@ def forecast_local(workers: Sequence[WorkerRates], workload: StepWorkload, outer
         max_inner_steps=outer.max_inner_steps,
     )
     num_samples = split.site_batch_samples
-    times_s = [_site_step_s([workers[rank] for rank in site], num_samples, workload) for site in outer.sites]
-    step_s = workload.batch_samples / math.fsum(num_samples / site_s for site_s, _ in times_s)
-    exchange_s = _site_exchange_s(workers, outer) / split.fragments
-    blocked_s = _OUTER_S_PER_VALUE * outer.num_values / split.fragments
+    step_s = workload.batch_samples / math.fsum(num_samples / each_s for each_s in outer.site_steps_s)
+    outer_step_s = max(0.0, outer.round_s - outer.round_steps * step_s)
     if outer.inner_steps is None:
-        split = split.fitted(step_s, exchange_s, blocked_s, outer.computing_share, 0.0)
-    round_s = max(split.round_steps * step_s, exchange_s) + blocked_s
-    at_end_s = split.fragments * (exchange_s + blocked_s) * workload.batch_samples / workload.epoch_samples
+        split = split.fitted(step_s, outer.exchange_s, min(outer_step_s, outer.exchange_s), outer.computing_share, 0.0)
+    round_s = max(outer.round_s + (split.round_steps - outer.round_steps) * step_s, outer.exchange_s)
+    at_end_s = split.fragments * outer.exchange_s * workload.batch_samples / workload.epoch_samples
+    computing = [
+        _site_computing_s([workers[rank] for rank in site], num_samples) / each_s
+        for site, each_s in zip(outer.sites, outer.site_steps_s, strict=True)
+    ]
     return ModeForecast(
         mode=modes.LOCAL,
         step_s=round_s / split.round_steps + at_end_s,
-        computing_s=step_s * max(computing_s / site_s for site_s, computing_s in times_s),
+        computing_s=step_s * min(1.0, *computing),
         inner_steps=split.inner_steps,
     )
 
 
-def _site_step_s(members: Sequence[WorkerRates], num_samples: int, workload: StepWorkload) -> tuple[float, float]:
-    """Return the seconds of an inner step in a site, and of its computing."""
+def _site_computing_s(members: Sequence[WorkerRates], num_samples: int) -> float:
+    """Return the seconds of computing in an inner step of a site."""
     shares = balancing.apportion(num_samples, [Speed(s_per_sample=each.mean_s) for each in members])
-    computing_s = _slowest_compute_s(range(len(members)), shares, members)
-    return computing_s + predicted_allreduce_s(members, workload.num_bytes) + workload.update_s, computing_s
-
-
-def _site_exchange_s(workers: Sequence[WorkerRates], outer: OuterSteps) -> float:
-    """Return the seconds in which each leader gets the outer gradients of all other sites, of all fragments."""
-    leaders = [workers[site[0]] for site in outer.sites]
-    between = crossed_uplinks([each.uplinks for each in leaders])
-    slowest = min(*(each.rate_bytes_per_s for each in leaders), *between.values())
-    return (len(leaders) - 1) * outer.message_bytes / slowest
+    return _slowest_compute_s(range(len(members)), shares, members)
 
 
 def with_benchmarked_step(forecasts: Sequence[ModeForecast], balanced_s: float) -> tuple[ModeForecast, ...]:
@@ -423,7 +418,8 @@ def _forecast_rings(
     worth = _sample_worth(workload) if len(rings) > 1 else 1.0
     mode = modes.PS if all(len(ring) == 1 for ring in rings) else modes.PS_HRA
     step_s = workload.batch_samples / samples_per_s / worth
-    return ModeForecast(mode=mode, step_s=step_s, computing_s=slowest_s, rings=rings)
+    loss_increase = RINGS_LOSS if len(rings) > 1 else None
+    return ModeForecast(mode=mode, step_s=step_s, computing_s=slowest_s, rings=rings, loss_increase=loss_increase)
 
 
 def _sample_worth(workload: StepWorkload) -> float:

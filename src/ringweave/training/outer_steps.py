@@ -120,12 +120,19 @@ class SiteExchange:
         self.site = self.sites[self.index]
         self.is_leader = rank == self.site[0]
         self.site_group = self._create_groups("ringweave")
-        self.site_control = ControlGroup(self._create_groups("gloo"))
+        control = self._create_groups("gloo")
+        self.site_control = ControlGroup(control)
         self._relay_group = self._create_groups("gloo")
         leaders = dist.new_group([site[0] for site in self.sites], backend="ringweave")
         self._leaders = leaders if isinstance(leaders, dist.ProcessGroup) and self.is_leader else None
+        self._groups = [self.site_group, control, self._relay_group, *([self._leaders] if self._leaders else [])]
         self.exchange_s = 0.0
         """Measured: seconds of the last exchange between the leaders."""
+
+    def close(self) -> None:
+        """Close the groups; all ranks call it alike."""
+        for group in self._groups:
+            dist.destroy_process_group(group)
 
     def start(self, run: Callable[[], None]) -> "Future[None]":
         """Start to run an exchange in a thread."""

@@ -26,7 +26,6 @@ from ringweave.planning import balancing, sites
 from ringweave.planning.balancing import Speed
 from ringweave.planning.loss_table import load_loss_table
 from ringweave.planning.mode_forecast import Ring
-from ringweave.planning.sites import Site
 from ringweave.training import collectives, gradients, options, outer_steps, speed_test, timing
 from ringweave.training.balancer import ShareBalancer
 from ringweave.training.collectives import ControlGroup
@@ -255,15 +254,23 @@ def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
     is_open = modes.is_undecided(script.mode, environment.mode, world_size)
     reports, control = _gather_reports(script, environment, preset[0], is_open=is_open)
     recorder = Recorder(environment, rank)
-    triple = (script.model, script.optimizer, script.loader)
-    reports = step_benchmark.benchmark_if_useful(
-        reports, triple, control, environment, settings, preset[0], is_open=is_open
+    reports, exchange = step_benchmark.benchmark_if_useful(
+        reports, script, control, environment, preset[0], is_open=is_open
     )
     mode, reason, rings = forecast.choose_mode(
         preset, reports, settings.rings, is_open=is_open, local_steps=settings.local_steps
     )
     if script.max_loss_increase is not None and (is_open or script.wire == AUTO_WIRE):
         script, mode, reason, rings = _choose_within_bound(script, (mode, reason, rings), reports, is_open=is_open)
+    if mode == modes.LOCAL:
+        all_sites = sites.sites_of(script.local.sites, reports)
+        if len(all_sites) > 1:
+            recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=())
+            exchange = exchange or SiteExchange(all_sites, rank)
+            return _prepare_sites(script, environment, reports, control, recorder, exchange)
+        reason += "; all workers are in one site, so there is no outer step and it trains as balanced does"
+    if exchange is not None:
+        exchange.close()
     if mode in modes.SERVER_MODES:
         recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=())
         reconsideration = None
@@ -275,12 +282,6 @@ def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
                 record_choice=recorder.mode_reconsidered,
             )
         return _prepare_static_rings(script, environment, reports, control, recorder, (mode, rings, reconsideration))
-    if mode == modes.LOCAL:
-        all_sites = sites.sites_of(script.local.sites, reports)
-        if len(all_sites) > 1:
-            recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=())
-            return _prepare_sites(script, environment, reports, control, recorder, all_sites)
-        reason += "; all workers are in one site, so there is no outer step and it trains as balanced does"
     timer = _step_timer(script, environment)
     balancer = _make_balancer(reports, mode, timer, control, recorder, batch_samples=script.spec.batch_samples)
     weights = SampleWeights(num_ranks=control.world_size, is_mean=script.is_mean)
@@ -413,14 +414,13 @@ def _prepare_sites(
     reports: Reports,
     control: ControlGroup,
     recorder: Recorder,
-    all_sites: tuple[Site, ...],
+    exchange: SiteExchange,
 ) -> Prepared:
     """Prepare this rank in its site, of several.
 
     Raises:
         TrainingError: The data do not fit this mode.
     """
-    exchange = SiteExchange(all_sites, control.rank)
     if len({each["values"] for each in reports}) > 1:
         outer_steps.copy_first_values(script.model, exchange)
     timer, site_control = _step_timer(script, environment), exchange.site_control
@@ -428,7 +428,7 @@ def _prepare_sites(
     site_reports, num_samples = [reports[rank] for rank in exchange.site], rounds.split.site_batch_samples
     balancer = _make_balancer(site_reports, modes.LOCAL, timer, site_control, recorder, batch_samples=num_samples)
     weights = SampleWeights(num_ranks=len(exchange.site), is_mean=script.is_mean)
-    recorder.sites_formed(all_sites, rounds.split.inner_steps)
+    recorder.sites_formed(exchange.sites, rounds.split.inner_steps)
     reducer = GradientReducer(process_group=exchange.site_group, timer=timer, wire=script.wire)
     parallel = gradients.wrap_ddp(script.model, weights, reducer, script.ddp)
     timing.attach_timer(timer, parallel, script.optimizer)

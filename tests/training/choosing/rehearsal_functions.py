@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.mode_choice import step_benchmark
 from ringweave.training.mode_choice.step_benchmark import ExchangeTimes
+from ringweave.training.options import Local
+from ringweave.training.outer_steps import SiteExchange
 
 SLOWNESS = (1, 1, 2)
 BATCH = 25
@@ -69,3 +71,21 @@ def rehearse(most_of_rank_1: int) -> tuple[list[dict[str, Any]], bool, int, list
     is_same = all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
     is_same = is_same and not optimizer.state and all(each.grad is None for each in model.parameters())
     return found, is_same, max(sizes, default=0), calls
+
+
+def try_sites(local: Local, most_of_rank_1: int) -> tuple[list[dict[str, Any]], bool]:
+    """Return what ranks know of two sites' steps, and whether model and optimizer are as they were."""
+    step_benchmark._SITE_BUDGET_S = 0.1
+    torch.manual_seed(0)
+    model = Refusing(8, 2)
+    if dist.get_rank() == 1:
+        model.most_samples = most_of_rank_1
+    before = [each.clone() for each in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader, control = DataLoader(TensorDataset(torch.ones(30, 8))), ControlGroup()
+    exchange = SiteExchange([(0, 1), (2,)], dist.get_rank())
+    triple, reports = (model, optimizer, loader), [{**each, "num_bytes": 72} for each in said()]
+    found = step_benchmark.benchmark_sites(reports, triple, control, exchange, local)
+    exchange.close()
+    is_same = all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    return found, is_same and not optimizer.state and all(each.grad is None for each in model.parameters())

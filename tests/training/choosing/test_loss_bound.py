@@ -28,12 +28,13 @@ TABLE = LossTable(
 
 def two_sites(nic: float | None = 125 * MB, uplink: float = 1.25 * MB, exact_s: float = 18.0, **others: object) -> list:
     """Reports of two sites of four, of 22 MB and 1 s of computing a step; the allreduce is bound by the uplinks."""
+    measured = {"inner_step_s": 1.26, "outer_exchange_s": 0.57, "round_s": 5.06, "round_steps": 4}
     wires_s = {"exact": exact_s, "bf16": 0.5 * exact_s, "int8": 0.26 * exact_s, "int4": 0.14 * exact_s}
     common = {"batch_samples": 80, "num_bytes": 22 * MB, "server_rate": nic, "is_served": False, "optimizer": "AdamW"}
     return [
         {
             **{"trial_s": [0.1], "speed": 1.0, "rate": nic, "node": f"n{rank}", "wires_s": wires_s},
-            **{"uplinks": {f"r{rank // 4}": uplink}, "server_uplinks": {}, **common, **others},
+            **{"uplinks": {f"r{rank // 4}": uplink}, "server_uplinks": {}, **common, **measured, **others},
         }
         for rank in range(8)
     ]
@@ -69,12 +70,38 @@ def test_fast_links_stay_exact() -> None:
     assert " samples/s" in found.reason
 
 
-def test_one_site_or_unknown_rates_have_no_local() -> None:
-    alone = choose([{**each, "node": "n0"} for each in two_sites(uplinks={})], replace(OPEN, max_increase=0.04))
+def test_one_site_or_steps_that_did_not_run_have_no_local() -> None:
+    bound = replace(OPEN, max_increase=0.04)
+    alone = choose([{**each, "node": "n0"} for each in two_sites(uplinks={})], bound)
     assert "mode local is not forecast: all workers are in one site" in alone.reason
     assert (alone.mode, alone.wire) == ("balanced", "bf16")  # int8 gains less than a tenth more
-    unknown = choose(two_sites(nic=None), replace(OPEN, max_increase=0.04))
-    assert "mode local is not forecast: no cluster file tells the rates between sites" in unknown.reason
+    untried = choose(two_sites(round_steps=None), bound)
+    assert "mode local is not forecast: a rank could not try inner steps" in untried.reason
+
+
+def test_local_is_forecast_by_measured_steps_where_no_rate_is_known() -> None:
+    reports = two_sites(nic=None, uplinks={}, reducing_s=18.0, balanced_s=19.0, benchmarked_s=[0.1])
+    sites = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    found = choose(reports, replace(OPEN, max_increase=0.04, local=Local(sites=sites)))
+    assert (found.mode, found.max_inner_steps) == ("local", 64)
+    assert "local with outer steps every 16 steps 1.26 s" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("fixed", "round_s", "expected_s"),
+    [
+        (16, 5.06, 1.265),
+        (64, 5.06, (5.06 + 12 * 1.26) / 16),
+        (4, 5.06, 5.06 - 3 * 1.26),
+        (4, 1.28 + 3 * 1.26, 1.28),
+        (4, 0.2 + 3 * 1.26, 0.57),
+    ],
+)
+def test_rounds_of_other_lengths_follow_from_the_measured_one(fixed: int, round_s: float, expected_s: float) -> None:
+    """As long as an outer step costs the same; no round is shorter than its exchange."""
+    reports = two_sites(round_s=round_s)
+    found = forecast.forecast_sites(reports, ((0, 1, 2, 3), (4, 5, 6, 7)), Local(inner_steps=fixed), 500)
+    assert found.step_s == pytest.approx(expected_s)
 
 
 def test_settings_or_sites_that_were_not_measured_are_not_taken() -> None:
@@ -115,8 +142,14 @@ def test_benchmarked_times_scale_the_formats_and_count_the_optimizer() -> None:
     assert f"balanced in int8 {74 - 0.74 * 72:.3g} s" in found.reason
 
 
-def test_rings_stay_where_nothing_within_the_bound_is_faster() -> None:
+@pytest.mark.parametrize(("bound", "mode"), [(0.0001, "balanced"), (0.019, "balanced"), (0.02, "ps-hra")])
+def test_rings_count_by_the_loss_that_they_cost(bound: float, mode: str) -> None:
     rings = ((0, 1, 2, 3), (4, 5, 6, 7))
-    reports = two_sites(uplink=125 * MB, exact_s=0.36, server_processing_s=0.0)
-    found = choose(reports, replace(OPEN, max_increase=0.0001), (modes.PS_HRA, "rings are faster", rings))
-    assert (found.mode, found.rings, found.wire) == ("ps-hra", rings, "exact")
+    reports = two_sites(uplink=12.5 * MB, exact_s=1.8, server_processing_s=0.0, round_s=99.0)
+    found = choose(
+        reports,
+        replace(OPEN, max_increase=bound, is_wire_open=False, local_steps=8),
+        (modes.PS_HRA, "rings are faster", rings),
+    )
+    assert (found.mode, found.rings, found.wire) == (mode, rings if mode == "ps-hra" else None, "exact")
+    assert f"loss +0.00% to +2.00% (measured on other tasks){'' if mode == 'ps-hra' else ', too much'}" in found.reason

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ringweave.testing.ranks import run_ranks
+from ringweave.training import Local
 from ringweave.training.mode_choice import step_benchmark
 from tests.training.choosing import rehearsal_functions
 from tests.training.choosing.test_forecasting import said
@@ -47,6 +48,30 @@ def test_who_cannot_compute_its_share_keeps_nobody_waiting() -> None:
     assert all(are_same)
     assert shares == (10, 0, 5)
     assert calls == ([], [], []), "no rounds either"
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(("inner_steps", "round_steps"), [(8, 4), (1, 1)])
+def test_sites_try_inner_steps_and_rounds(inner_steps: int, round_steps: int) -> None:
+    local = Local(inner_steps=inner_steps, fragments=2)
+    heard, are_same = zip(*run_ranks(rehearsal_functions.try_sites, 3, local, 1000), strict=True)
+    assert all(are_same)
+    assert heard[0] == heard[1] == heard[2]
+    (common,) = {(each["outer_exchange_s"], each["round_s"], each["round_steps"]) for each in heard[0]}
+    assert min(common) > 0
+    assert common[2] == round_steps
+    assert all(each["inner_step_s"] > 0 for each in heard[0])
+    step_s = 2 / sum(1 / max(each["inner_step_s"] for each in site) for site in (heard[0][:2], heard[0][2:]))
+    assert common[1] > 0.5 * round_steps * step_s
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_sites_with_a_rank_that_cannot_compute_have_no_times() -> None:
+    heard, are_same = zip(*run_ranks(rehearsal_functions.try_sites, 3, Local(), 1), strict=True)
+    assert all(are_same)
+    assert {each["round_steps"] for of_rank in heard for each in of_rank} == {None}
 
 
 def test_what_was_not_tried_is_not_rehearsed() -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
@@ -337,10 +336,14 @@ def choose_within_bound(
     if mode not in all_modes:  # sites, or rings that are formed later: the table says nothing of their formats
         return BoundedChoice(mode=mode, reason=f"{reason}; `auto` has no format in mode {mode}", rings=rings)
     best, batch_samples = all_modes[mode], reports[0]["batch_samples"]
-    candidates, texts = list[ModeForecast](), [_describe_candidate(best, batch_samples)]
+    candidates = list[ModeForecast]()
+    if bound.is_mode_open and best.loss_increase is not None:
+        best, candidates = all_modes[modes.BALANCED], [best]
+    texts = [_describe_candidate(best, batch_samples)]
     if bound.is_wire_open:
-        candidates += _forecast_wires(all_modes[modes.BALANCED if bound.is_mode_open else mode], reports, table)
-        texts += [] if candidates else ["wire formats are not forecast: the plan has none"]
+        wires = _forecast_wires(all_modes[modes.BALANCED if bound.is_mode_open else mode], reports, table)
+        candidates += wires
+        texts += [] if wires else ["wire formats are not forecast: the plan has none"]
     limit = 0
     if bound.is_mode_open:
         found, limit = _forecast_local(reports, bound, table)
@@ -379,32 +382,33 @@ def _forecast_local(
     """Return the forecast of mode local, or the reason why there is none; and the most inner steps within the bound."""
     local = bound.local
     all_sites = sites.sites_of(local.sites, reports)
-    if len(all_sites) < 2 or not all(each["rate"] for each in reports):
-        why = "all workers are in one site" if len(all_sites) < 2 else "no cluster file tells the rates between sites"
+    if len(all_sites) < 2 or not reports[0].get("round_steps"):
+        why = "all workers are in one site" if len(all_sites) < 2 else "a rank could not try inner steps"
         return f"mode local is not forecast: {why}", 0
     own = {name: getattr(local, name) for name in table.local_settings}
     limit = table.max_inner_steps(len(all_sites), local.wire, bound.max_increase)
     if own != table.local_settings or table.of_local(len(all_sites), local.wire, 1) is None:
         return f"mode local is not forecast: no loss is measured with {len(all_sites)} sites, {local.wire}, {own}", 0
-    workers, work = rates_and_workload(reports)
-    values = torch.empty(reports[0]["num_bytes"] // 4, device="meta")
-    outer = OuterSteps(
-        sites=all_sites,
-        fragments=local.fragments,
-        num_values=values.numel(),
-        message_bytes=local.format.num_bytes(values),
-        inner_steps=local.inner_steps,
-        max_inner_steps=min(limit or sites.MAX_INNER_STEPS, local.max_inner_steps),
-        computing_share=local.computing_share,
-    )
-    found = mode_forecast.forecast_local(workers, replace(work, update_s=_update_s(workers, work, reports)), outer)
+    found = forecast_sites(reports, all_sites, local, limit or sites.MAX_INNER_STEPS)
     return replace(found, loss_increase=table.of_local(len(all_sites), local.wire, found.inner_steps)), limit
 
 
-def _update_s(workers: Sequence[WorkerRates], work: StepWorkload, reports: Sequence[Mapping[str, Any]]) -> float:
-    """Return the benchmarked seconds of a balanced step beyond those of its parts; 0 without a benchmark."""
-    parts_s = mode_forecast.forecast_modes(workers, work)[-1].step_s
-    return max(0.0, (reports[0].get("balanced_s") or 0.0) - parts_s)
+def forecast_sites(
+    reports: Sequence[Mapping[str, Any]], all_sites: tuple[sites.Site, ...], local: Local, max_inner_steps: int
+) -> ModeForecast:
+    """Return the forecast of mode local from reports with the times of `benchmark_sites`."""
+    outer = OuterSteps(
+        sites=all_sites,
+        site_steps_s=tuple(max(reports[rank]["inner_step_s"] for rank in site) for site in all_sites),
+        exchange_s=reports[0]["outer_exchange_s"],
+        round_s=reports[0]["round_s"],
+        round_steps=reports[0]["round_steps"],
+        fragments=local.fragments,
+        inner_steps=local.inner_steps,
+        max_inner_steps=min(max_inner_steps, local.max_inner_steps),
+        computing_share=local.computing_share,
+    )
+    return mode_forecast.forecast_local(*rates_and_workload(reports), outer)
 
 
 def _highest_loss(candidate: ModeForecast) -> float:

@@ -7,9 +7,13 @@ gradients have, and let an optimizer like the script's update a copy of the para
 bytes with the parameter server. If these times suggest that each rank alone may be faster than balanced, all ranks run
 such rounds at once: a rank that waits for no other has no pauses in which its quota recovers, so it computes more
 slowly than in steps of all.
+
+Where mode local is a candidate, sites run inner steps, outer steps alone, and whole rounds of both, with outer
+gradients of zero.
 """
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,12 +34,14 @@ from ringweave.param_server import optimizers
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.flat import FlatTensors
 from ringweave.param_server.messages import ExchangeBenchmarkResult, ParameterGroup, ServerSetup, TensorSpec
-from ringweave.planning import balancing, mode_forecast
+from ringweave.planning import balancing, mode_forecast, sites
 from ringweave.planning.balancing import Speed
 from ringweave.training import gradients, speed_test
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.mode_choice import forecast, trial
-from ringweave.training.options import Asynchronous
+from ringweave.training.options import Local, Script
+from ringweave.training.outer_optimizer import OuterOptimizer
+from ringweave.training.outer_steps import OuterExchange, SiteExchange, SiteReport
 from ringweave.training.rings.server_job import SERVER_START_TIMEOUT_S, server_connectors
 
 _BENCHMARK_KEYS = ("reducing_s", "balanced_s", "serving_s", "exchanging_s", "benchmarked_s", "rounds_s")
@@ -52,6 +58,13 @@ _MAX_ROUND_BYTES = 32 * 2**20
 rank."""
 _MAX_ROUND_RATIO = 1.1
 """Limit in multiples of a balanced step: if each rank alone is predicted to take longer, its rounds are not run."""
+_SITE_KEYS = ("inner_step_s", "outer_exchange_s", "round_s", "round_steps")
+"""Keys that the benchmark of sites adds."""
+_SITE_BUDGET_S = 2.0
+"""Time budget of inner steps, and of rounds: at least three run."""
+_MAX_SITE_STEPS = 200
+_MAX_OUTER_VALUES = 2**19
+"""Limit of a fragment; larger ones are assumed to take proportionally longer."""
 EXCHANGE_BUDGET_S = 1.0
 """Time budget of all exchanges but the first: as many run as fit, at least one."""
 _MAX_EXCHANGES = 16
@@ -94,38 +107,78 @@ class _StepTimes:
     """Reason why it could not compute; empty if it could."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StepRunner:
+    """Steps of a group, as this rank runs them."""
+
+    model: nn.Module
+    loader: DataLoader
+    share: int
+    message: torch.Tensor
+    update: Callable[[], object]
+    """Step of the optimizer."""
+    clock: Callable[[], float]
+    group: dist.ProcessGroup | None = None
+
+    def run(self, num_steps: int) -> _StepTimes:
+        """Run steps. A rank that cannot compute still takes part in the allreduce."""
+        times, batch = _StepTimes(), None
+        with speed_test.preserve_model_state(self.model):
+            for _ in range(num_steps):
+                started_s = self.clock()
+                batch = _compute_batch(self.model, self.loader, self.share, batch, times)
+                began_s = self.clock()
+                _allreduce(self.message, self.group)
+                times.samples_s.append((began_s - started_s) / max(1, self.share))
+                times.waits_s.append(self.clock() - began_s)
+                self.update()
+                _synchronize(self.message.device)
+                times.steps_s.append(self.clock() - started_s)
+        return times
+
+
 def benchmark_if_useful(
     reports: list[dict[str, Any]],
-    triple: tuple[nn.Module, Optimizer, DataLoader],
+    script: Script,
     control_group: ControlGroup,
     environment: WorkerEnvironment,
-    settings: Asynchronous,
     mode: str,
     *,
     is_open: bool,
-) -> list[dict[str, Any]]:
-    """Return the ranks' reports, with the results of `benchmark_steps` if these can change the choice."""
-    if not is_useful(reports, mode, settings.rings, is_open=is_open):
-        return reports
-    optimizer = triple[1]
-    exchange_args = (
-        optimizer,
-        reports[0]["num_bytes"],
-        control_group.world_size,
-        server_connectors(environment, keeps_readable=True),
-    )
-    server = ServerBenchmark(
-        exchange=lambda: benchmark_exchanges(*exchange_args),
-        rounds=(lambda: benchmark_rounds(*exchange_args)) if is_open and not settings.local_steps else None,
-    )
-    return benchmark_steps(reports, triple, control_group, server)
+) -> tuple[list[dict[str, Any]], SiteExchange | None]:
+    """Return the ranks' reports with the results of benchmarks that can change the choice; and the sites, if they ran.
+
+    Within a bound on the loss `benchmark_steps` runs also without a parameter server, and `benchmark_sites`.
+    """
+    triple, has_bound = (script.model, script.optimizer, script.loader), script.max_loss_increase is not None
+    if is_useful(reports, mode, script.settings.rings, is_open=is_open):
+        exchange_args = (
+            script.optimizer,
+            reports[0]["num_bytes"],
+            control_group.world_size,
+            server_connectors(environment, keeps_readable=True),
+        )
+        server = ServerBenchmark(
+            exchange=lambda: benchmark_exchanges(*exchange_args),
+            rounds=(lambda: benchmark_rounds(*exchange_args)) if is_open and not script.settings.local_steps else None,
+        )
+        reports = benchmark_steps(reports, triple, control_group, server)
+    elif is_open and has_bound:
+        reports = benchmark_steps(reports, triple, control_group, None)
+    if not (is_open and has_bound and all(each["trial_s"] for each in reports)):
+        return reports, None
+    all_sites = sites.sites_of(script.local.sites, reports)
+    if len(all_sites) < 2:
+        return reports, None
+    exchange = SiteExchange(all_sites, control_group.rank)
+    return benchmark_sites(reports, triple, control_group, exchange, script.local), exchange
 
 
 def benchmark_steps(
     reports: Sequence[Mapping[str, Any]],
     triple: tuple[nn.Module, Optimizer, DataLoader],
     control_group: ControlGroup,
-    server: ServerBenchmark,
+    server: ServerBenchmark | None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[dict[str, Any]]:
     """Return the ranks' reports with measured times in seconds; None for unknown times.
@@ -141,7 +194,7 @@ def benchmark_steps(
         triple: The model, as in `run_model_trial`, an optimizer that the server supports, and the loader; none of them
             is changed.
         control_group: Messages among all ranks.
-        server: The exchange runs on the first rank, while the others wait; rounds run on all ranks.
+        server: The exchange runs on the first rank, while the others wait; rounds run on all ranks. None: neither.
         clock: Monotonic clock in seconds.
 
     Raises:
@@ -155,10 +208,17 @@ def benchmark_steps(
     inner = gradients.unwrap_ddp(model)
     num_bytes = reports[0]["num_bytes"]
     message = torch.zeros(max(1, min(num_bytes, _MAX_MESSAGE_BYTES) // 4), device=next(inner.parameters()).device)
-    own_times = _run_steps(
-        inner, loader, shares[control_group.rank], message, _copy_optimizer_step(optimizer), num_steps, clock
+    update = _copy_optimizer_step(optimizer)
+    runner = _StepRunner(
+        model=inner, loader=loader, share=shares[control_group.rank], message=message, update=update, clock=clock
     )
-    exchanged = dataclasses.asdict(server.exchange()) if control_group.rank == 0 else {}
+    began_s = clock()
+    _allreduce(message)  # the first one makes connections
+    first_s = max(each["first_s"] for each in control_group.gather_json({"first_s": clock() - began_s}))
+    at_least = _MIN_STEPS if first_s <= BUDGET_S else 1  # links of unknown rates may be thin
+    num_steps = min(num_steps, max(at_least, int(2 * BUDGET_S / max(first_s, 1e-9))))
+    own_times = runner.run(num_steps)
+    exchanged = dataclasses.asdict(server.exchange()) if server and control_group.rank == 0 else {}
     times_by_rank = control_group.gather_json({**dataclasses.asdict(own_times), **exchanged})
     reducing_s, balanced_s, benchmarked_s = None, None, [None] * len(times_by_rank)
     if not any(each["problem"] for each in times_by_rank):
@@ -171,7 +231,7 @@ def benchmark_steps(
     common = {
         "reducing_s": reducing_s,
         "balanced_s": balanced_s,
-        **{name: times_by_rank[0][name] for name in ("serving_s", "exchanging_s")},
+        **{name: times_by_rank[0].get(name) for name in ("serving_s", "exchanging_s")},
         "rounds_s": None,
     }
     measured = [
@@ -180,17 +240,130 @@ def benchmark_steps(
     return _with_rounds(measured, (inner, loader), shares[control_group.rank], control_group, server, clock)
 
 
+def benchmark_sites(
+    reports: Sequence[Mapping[str, Any]],
+    triple: tuple[nn.Module, Optimizer, DataLoader],
+    control_group: ControlGroup,
+    exchange: SiteExchange,
+    local: Local,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[dict[str, Any]]:
+    """Return the ranks' reports with measured seconds of mode local; None if a rank could not compute.
+
+    Of each rank `inner_step_s`, of an inner step in its site; `outer_exchange_s` of an outer step of one fragment while
+    nobody computes; `round_s` of a round with it of `round_steps` train steps, about those of the mode. All ranks call
+    it alike.
+
+    Args:
+        reports: As in `benchmark_steps`.
+        triple: As there; nothing of it is changed.
+        control_group: Messages among all ranks.
+        exchange: The sites.
+        local: Settings of mode local.
+        clock: Monotonic clock in seconds.
+
+    Raises:
+        CommunicationError: A rank is gone.
+    """
+    model, optimizer, loader = triple
+    inner, index = gradients.unwrap_ddp(model), exchange.site_control.rank
+    site_samples = -(-reports[0]["batch_samples"] // len(exchange.sites))
+    shares = balancing.apportion(site_samples, _speeds_of([reports[rank] for rank in exchange.site]))
+    device, num_values = next(inner.parameters()).device, min(reports[0]["num_bytes"], _MAX_MESSAGE_BYTES) // 4
+    runner = _StepRunner(
+        model=inner,
+        loader=loader,
+        share=shares[index],
+        message=torch.zeros(max(1, num_values), device=device),
+        update=_copy_optimizer_step(optimizer),
+        clock=clock,
+        group=exchange.site_group,
+    )
+    first = runner.run(2)  # the first one makes connections
+    seen = control_group.gather_json({"step_s": first.steps_s[-1], "problem": first.problem})
+    if any(each["problem"] for each in seen):
+        return [{**each, **dict.fromkeys(_SITE_KEYS)} for each in reports]
+    num_steps = _count_in_budget(max(each["step_s"] for each in seen))
+    own = statistics.fmean(runner.run(num_steps).steps_s)
+    steps_s = [each["step_s"] for each in control_group.gather_json({"step_s": own})]
+    outer = _OuterRounds(runner, inner, exchange, local, control_group)
+    common = outer.measure([max(steps_s[rank] for rank in site) for site in exchange.sites])
+    return [{**each, "inner_step_s": step_s, **common} for each, step_s in zip(reports, steps_s, strict=True)]
+
+
+def _count_in_budget(seconds: float) -> int:
+    """Return the number of runs of so many seconds."""
+    return max(3, min(_MAX_SITE_STEPS, int(_SITE_BUDGET_S / max(seconds, 1e-9))))
+
+
+class _OuterRounds:
+    """Rounds of mode local with outer gradients of zero, as this rank runs them."""
+
+    def __init__(
+        self, runner: _StepRunner, model: nn.Module, exchange: SiteExchange, local: Local, control_group: ControlGroup
+    ) -> None:
+        """Create them."""
+        self._runner, self._exchange, self._local, self._control = runner, exchange, local, control_group
+        self._fragments = min(local.fragments, local.inner_steps or min(sites.FIRST_INNER_STEPS, local.max_inner_steps))
+        copied, self._in_proportion = _copy_fragment(model, self._fragments)
+        self._outer = OuterOptimizer(copied, local, 1)
+        self._outer.take_parameters_once()
+
+    def measure(self, site_steps_s: Sequence[float]) -> dict[str, Any]:
+        """Return the measured times that are the same for all ranks, by the seconds of the sites' inner steps."""
+        self._seconds_of(2, 0)  # the first one makes connections
+        exchange_s = self._seconds_of(_count_in_budget(self._seconds_of(1, 0)), 0)
+        step_s = len(site_steps_s) / math.fsum(1 / each_s for each_s in site_steps_s)
+        split = sites.RoundSplit(batch_samples=1, inner_steps=self._fragments, speeds=(1.0,), fragments=self._fragments)
+        if self._local.inner_steps:
+            split = dataclasses.replace(split, inner_steps=self._local.inner_steps)
+        else:
+            split = split.fitted(step_s, exchange_s * self._in_proportion, 0.0, self._local.computing_share, 0.0)
+        round_steps = max(1, min(split.round_steps, int(_SITE_BUDGET_S / step_s)))
+        own_steps = max(1, round(round_steps * step_s / site_steps_s[self._exchange.index]))
+        round_s = self._seconds_of(_count_in_budget(max(exchange_s, round_steps * step_s)), own_steps)
+        outer_s = (round_s - max(exchange_s, round_steps * step_s)) * self._in_proportion
+        exchange_s *= self._in_proportion
+        round_s = max(exchange_s, round_steps * step_s) + outer_s
+        self._exchange.exchange_s = 0.0
+        return {"outer_exchange_s": exchange_s, "round_s": round_s, "round_steps": round_steps}
+
+    def _seconds_of(self, num_rounds: int, num_steps: int) -> float:
+        """Return the mean seconds of a round with so many inner steps of this site, over all ranks."""
+        began_s = self._runner.clock()
+        for _ in range(num_rounds):
+            gradient = self._outer.begin_step([0])
+            running = OuterExchange(self._exchange, self._local.format, gradient, SiteReport(weight=1.0))
+            self._runner.run(num_steps)
+            running.wait()
+            self._outer.apply_step(gradient)
+        seconds = (self._runner.clock() - began_s) / num_rounds
+        return statistics.fmean(each["seconds"] for each in self._control.gather_json({"seconds": seconds}))
+
+
+def _copy_fragment(model: nn.Module, num_fragments: int) -> tuple[nn.Module, float]:
+    """Return copies of as many parameters as a fragment has, or of fewer; and the values of a fragment for each."""
+    trained = [each.detach().flatten() for each in model.parameters() if each.requires_grad]
+    num_values = sum(map(len, trained)) / num_fragments
+    left, copied = max(1, min(math.ceil(num_values), _MAX_OUTER_VALUES)), []
+    for each in trained:
+        if left:
+            copied.append(nn.Parameter(each[:left].clone()))
+            left -= len(copied[-1])
+    return nn.ParameterList(copied), num_values / sum(map(len, copied))
+
+
 def _with_rounds(
     measured: list[dict[str, Any]],
     inputs: tuple[nn.Module, DataLoader],
     share: int,
     control_group: ControlGroup,
-    server: ServerBenchmark,
+    server: ServerBenchmark | None,
     clock: Callable[[], float],
 ) -> list[dict[str, Any]]:
     """Return the reports with the times of rounds alone; unchanged if there are none, or a rank failed in them."""
-    num_rounds = _count_rounds(measured) if server.rounds is not None else 0
-    if server.rounds is None or not num_rounds:
+    num_rounds = _count_rounds(measured) if server and server.rounds else 0
+    if server is None or server.rounds is None or not num_rounds:
         return measured
     with server.rounds() as once:
         control_group.gather_json({})  # some ranks take longer to connect than others
@@ -222,9 +395,7 @@ def _plan_steps(reports: Sequence[Mapping[str, Any]]) -> tuple[Sequence[int], in
     Args:
         reports: As in `benchmark_steps`.
     """
-    speeds = [
-        Speed(s_per_sample=sum(own) / len(own)) for own in trial.denoise_trials([each["trial_s"] for each in reports])
-    ]
+    speeds = _speeds_of(reports)
     batch_samples = reports[0]["batch_samples"]
     caps = balancing.share_limits(batch_samples, (each["cap"] for each in reports))
     shares = balancing.apportion(batch_samples, speeds, caps)
@@ -232,6 +403,12 @@ def _plan_steps(reports: Sequence[Mapping[str, Any]]) -> tuple[Sequence[int], in
     step_s = max(share * speed.s_per_sample for share, speed in zip(shares, speeds, strict=True))
     step_s += mode_forecast.predicted_allreduce_s(workers, min(work.num_bytes, _MAX_MESSAGE_BYTES))
     return shares, max(1, min(_MAX_STEPS, int(BUDGET_S / step_s))) if step_s > 0 else _MAX_STEPS
+
+
+def _speeds_of(reports: Sequence[Mapping[str, Any]]) -> list[Speed]:
+    """Return the ranks' speeds by trials."""
+    trials = trial.denoise_trials([each["trial_s"] for each in reports])
+    return [Speed(s_per_sample=sum(own) / len(own)) for own in trials]
 
 
 def _count_rounds(reports: Sequence[Mapping[str, Any]]) -> int:
@@ -265,32 +442,6 @@ def _median_step_s(steps_s: Sequence[Sequence[float]]) -> float:
         steps_s: Of each rank, seconds of each step; at least two.
     """
     return statistics.median([statistics.fmean(of_step) for of_step in zip(*steps_s, strict=True)][1:])
-
-
-def _run_steps(
-    model: nn.Module,
-    loader: DataLoader,
-    share: int,
-    message: torch.Tensor,
-    step: Callable[[], object],
-    num_steps: int,
-    clock: Callable[[], float],
-) -> _StepTimes:
-    """Run balanced steps. A rank that cannot compute still takes part in the allreduce."""
-    times, batch = _StepTimes(), None
-    with speed_test.preserve_model_state(model):
-        _allreduce(message)  # the first one makes connections
-        for _ in range(num_steps):
-            started_s = clock()
-            batch = _compute_batch(model, loader, share, batch, times)
-            began_s = clock()
-            _allreduce(message)
-            times.samples_s.append((began_s - started_s) / max(1, share))
-            times.waits_s.append(clock() - began_s)
-            step()
-            _synchronize(message.device)
-            times.steps_s.append(clock() - started_s)
-    return times
 
 
 def _run_rounds(
@@ -340,8 +491,8 @@ def _copy_optimizer_step(optimizer: Optimizer) -> Callable[[], object]:
     return optimizer_class(groups).step
 
 
-def _allreduce(message: torch.Tensor) -> None:
-    dist.all_reduce(message)
+def _allreduce(message: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    dist.all_reduce(message, group=group)
     _synchronize(message.device)
 
 
