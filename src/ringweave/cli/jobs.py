@@ -14,7 +14,7 @@ from ringweave.cli.echo import echo
 from ringweave.cli.follow import format_log_line, wait_until_gone, watch_job
 from ringweave.errors import LaunchError, UsageError, explain, printable
 from ringweave.platforms import api
-from ringweave.platforms.api import EventView, JobView, LogQuery, NodeView
+from ringweave.platforms.api import EventView, JobView, LogQuery, NodeView, Platform
 from ringweave.telemetry import verdict
 
 
@@ -226,7 +226,7 @@ def why(place: str, output: str, name: str) -> int:
     nodes = [{key: node[key] for key in (*keys, "attempts")} for node in content["nodes"]]
     losses, notes = [], []
     try:
-        losses = verdict.find_losses(api.read_events(platform, job, unread))
+        losses = verdict.find_losses(_read_events(platform, job, unread))
         notes = [unread.text()] if unread.count else []
     except LaunchError as error:
         notes = [f"Its losses are not known: {error}"]
@@ -234,6 +234,16 @@ def why(place: str, output: str, name: str) -> int:
     lines = [*reason_lines(job), *(each.text() for each in losses), *notes]
     job_options.print_answer(output, document | {"notes": notes}, lambda: lines)
     return 0
+
+
+def _read_events(platform: Platform, job: JobView, unread: telemetry.UnreadRecords) -> list[telemetry.Event]:
+    """Return the events of a job's last round by their times: from its files, or by the platform from elsewhere."""
+    if api.are_files_here(job):
+        return telemetry.read_run(job.files, unread)
+    lines = [line for line in platform.logs(job.name, LogQuery(events="only")) if line.is_event]
+    last = max((line.round for line in lines), default=0)
+    found = [telemetry.parse_event(line.text.encode(), unread) for line in lines if line.round == last]
+    return sorted((event for event in found if event is not None), key=lambda event: event["time"])
 
 
 @click.command

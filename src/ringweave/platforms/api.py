@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from ringweave import telemetry
 from ringweave.files import file_io
 from ringweave.jobs import records
 from ringweave.jobs.records import AttemptEnd, EndCause, Job, JobRecord, NodeRecord
@@ -190,16 +189,6 @@ def job_view(job: Job, *, platform: str, events: Sequence[EventView] = (), files
 def are_files_here(view: JobView) -> bool:
     """Return whether the event logs of a job are on this machine; those of a run on hosts come when it is over."""
     return view.platform != "hosts" and bool(view.files) and Path(view.files).is_dir()
-
-
-def read_events(platform: "Platform", job: JobView, unread: telemetry.UnreadRecords) -> list[telemetry.Event]:
-    """Return the events of a job's last round by their times: from its files, or by the platform from elsewhere."""
-    if are_files_here(job):
-        return telemetry.read_run(job.files, unread)
-    lines = [line for line in platform.logs(job.name, LogQuery(events="only")) if line.is_event]
-    last = max((line.round for line in lines), default=0)
-    found = [telemetry.parse_event(line.text.encode(), unread) for line in lines if line.round == last]
-    return sorted((event for event in found if event is not None), key=lambda event: event["time"])
 
 
 def unreadable_job(
