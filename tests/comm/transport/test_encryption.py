@@ -221,7 +221,7 @@ def test_a_door_admits_only_members_of_its_job_and_logs_others(echo: tuple[str, 
     with socket.create_connection(("127.0.0.1", gate.port), timeout=20) as sock:
         sock.sendall(b"hello")
         assert end_of(sock) == (b"" if reason else b"hello")
-    polling.poll_until(lambda: refusals == ([reason] if reason else []), lambda: f"{refusals}", 20)
+    polling.wait_until(lambda: refusals == ([reason] if reason else []), lambda: f"{refusals}", 20)
     door.close_soon()
     gate.close_soon()
 
