@@ -6,7 +6,7 @@ Needs root. For each cluster: the lab comes up, `ringweave lab run --no-cluster-
 it (no cluster file; a node is known by its host name alone), and its result is compared with the file:
 
 - edges: the sets of nodes that each switch separates from the others. Only edges that measurements between nodes can
-  see count (`topology.inference.observations.visible_edges`): links in a row are one, and an uplink that carries all
+  see count (`ringweave_bench.visible_edges`): links in a row are one, and an uplink that carries all
   that its sides can send never limits anything. Where that is close (up to 1.15 times its rate), both answers count.
 - rates: against 0.955 of the file's, which TCP delivers of a shaped rate (see the guide to the lab).
 - seconds: of the measuring, and of the whole command.
@@ -30,8 +30,8 @@ from ringweave import lab, topology
 from ringweave.comm.probing import network_measurement
 from ringweave.comm.probing.network_measurement import NetworkMeasurement
 from ringweave.topology import Cluster
-from ringweave.topology.inference.observations import VisibleEdges, visible_edges
 from ringweave_bench import machine_description
+from ringweave_bench.visible_edges import VisibleEdges, visible_edges
 
 GOODPUT = 0.955
 _CLEARLY = 1.15

@@ -29,7 +29,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encrypt", ["on", "off"])
+@pytest.mark.parametrize("encrypt", ["on", pytest.param("off", marks=pytest.mark.thorough)])
 def test_every_port_of_a_run_is_listed_with_its_protection(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], encrypt: str
 ) -> None:

@@ -80,7 +80,7 @@ UNUSED_BY_SUBMIT = UNUSED_BY_STATUS | {
 }
 
 
-UNUSED_BY_RUN = {"numpy", "ringweave.cost", "ringweave.planning", "ringweave.platforms", "ringweave.schedules", "torch"}
+UNUSED_BY_RUN = {"numpy", "ringweave.cost", "ringweave.planning", "ringweave.schedules", "torch"}
 
 
 def test_submit_status_and_run_load_only_what_they_need(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ringweave.testing.ranks import Ranks
+
 pytestmark = pytest.mark.slow
 
 SHOW = """
@@ -24,6 +26,7 @@ LOADED = """
 import sys, torch
 print(sorted(m for m in sys.modules if m.startswith(("ruamel", "pydantic", "ringweave."))))
 """
+"""Before anything else is done."""
 STARTED = """
 import os, sys, torch, torch.distributed as d
 os.environ["MASTER_ADDR"] = "127.0.0.1"
@@ -48,12 +51,16 @@ def run_python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_importing_torch_registers_the_backend_and_changes_no_default() -> None:
-    done = run_python(SHOW)
+def test_importing_torch_registers_the_backend_and_changes_no_default_and_brings_no_planner() -> None:
+    done = run_python(LOADED + SHOW + REPLACED, RINGWEAVE_REPLACE_BACKEND="")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("True ")
-    assert "'cpu': 'gloo'" in done.stdout
-    assert "'cuda': 'nccl'" in done.stdout
+    loaded, shown, groups = done.stdout.splitlines()
+    names = ("comm", "comm.autoload", "environment", "errors", "ports", "relayed_address")
+    assert loaded == str([f"ringweave.{name}" for name in names])
+    assert shown.startswith("True ")
+    assert "'cpu': 'gloo'" in shown
+    assert "'cuda': 'nccl'" in shown
+    assert groups == "ProcessGroup ProcessGroup"
 
 
 def test_under_ringweave_run_it_is_the_default() -> None:
@@ -62,8 +69,11 @@ def test_under_ringweave_run_it_is_the_default() -> None:
     assert "'cuda': 'ringweave'" in done.stdout
 
 
-def test_with_replaced_backends_it_is_the_default_under_any_launcher() -> None:
-    assert "'cpu': 'ringweave'" in run_python(SHOW, RINGWEAVE_REPLACE_BACKEND="1").stdout
+def test_with_replaced_backends_it_is_the_default_under_any_launcher_and_replaces_named_ones() -> None:
+    done = run_python(SHOW + REPLACED, RINGWEAVE_REPLACE_BACKEND="1")
+    shown, groups = done.stdout.splitlines()
+    assert "'cpu': 'ringweave'" in shown
+    assert groups == "RingweaveProcessGroup RingweaveProcessGroup", done.stderr
 
 
 def test_autoload_can_be_switched_off() -> None:
@@ -83,33 +93,27 @@ def test_warnings_as_errors_do_not_break_torch() -> None:
     assert done.stdout.strip() == "fine", done.stderr
 
 
-@pytest.mark.parametrize(("replace", "expected"), [("1", "RingweaveProcessGroup"), ("", "ProcessGroup")])
-def test_a_named_backend_is_replaced_only_when_asked_for(replace: str, expected: str) -> None:
-    done = run_python(REPLACED, RINGWEAVE_REPLACE_BACKEND=replace)
-    assert done.stdout.split() == [expected, expected], done.stderr
-
-
-def test_loading_imports_no_planner_and_no_yaml() -> None:
-    names = ("comm", "comm.autoload", "environment", "errors", "ports", "relayed_address")
-    expected = [f"ringweave.{name}" for name in names]
-    assert run_python(LOADED).stdout.strip() == str(expected)
-
-
 def test_a_group_on_one_machine_starts_and_sends_small_messages_without_the_planner() -> None:
     done = run_python(STARTED)
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def error_at_start(**environ: str) -> str:
+    """Error of a rank that starts a group in this environment."""
+    with Ranks(os.getpid, 1, environ=environ) as ranks:
+        (outcome,) = ranks.outcomes()
+    assert "init_process_group" in outcome.error
+    return outcome.error
+
+
 def test_a_wrong_schedule_is_refused_when_the_group_starts() -> None:
-    done = run_python(STARTED, RINGWEAVE_SCHEDULE="rign")
-    assert "UsageError: schedule: 'rign', expected one of ring, leader-matrix" in done.stderr
-    assert "init_process_group" in done.stderr
-    assert "all_reduce" not in done.stderr
+    assert "UsageError: schedule: 'rign', expected one of ring, leader-matrix" in error_at_start(
+        RINGWEAVE_SCHEDULE="rign"
+    )
 
 
 def test_a_wrong_cluster_file_is_refused_when_the_group_starts(tmp_path: Path) -> None:
-    (tmp_path / "cluster.yaml").write_text("name: c\nnodes: [{name: elsewhere, nic: 1Gbit/s, devices: 1}]\n")
-    done = run_python(STARTED, RINGWEAVE_CLUSTER=str(tmp_path / "cluster.yaml"), RINGWEAVE_NODE="here")
-    assert "PlacementError: node of this worker, from RINGWEAVE_NODE: 'here'" in done.stderr
-    assert "init_process_group" in done.stderr
-    assert "all_reduce" not in done.stderr
+    path = tmp_path / "cluster.yaml"
+    path.write_text("name: c\nnodes: [{name: elsewhere, nic: 1Gbit/s, devices: 1}]\n")
+    error = error_at_start(RINGWEAVE_CLUSTER=str(path), RINGWEAVE_NODE="here")
+    assert "PlacementError: node of this worker, from RINGWEAVE_NODE: 'here'" in error

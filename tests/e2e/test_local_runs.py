@@ -75,12 +75,13 @@ LARGE = SCRIPT.replace("Linear(4, 2)", "Sequential(torch.nn.Linear(4, 40_000), t
 @pytest.mark.parametrize(
     ("options", "mode", "chosen"),
     [
-        ((), "balanced", ""),
+        pytest.param((), "balanced", "", marks=pytest.mark.thorough),
         (("--max-loss-increase", "100%"), "local", "; chosen: local with outer steps every "),
-        (
+        pytest.param(
             ("--mode", "balanced", "--wire", "auto", "--max-loss-increase", "1%"),
             "balanced",
             "; chosen: balanced in int8",
+            marks=pytest.mark.thorough,  # daily in a lab: launch/test_lab_runs.py
         ),
     ],
 )

@@ -73,7 +73,7 @@ class FakeHosts:
         self.commands.append(command)
         return command
 
-    def run(self, *words: str, host: str | None = None, timeout_s: float = 120.0) -> "subprocess.CompletedProcess[str]":
+    def run(self, *words: str, host: str | None = None, timeout_s: float = 300.0) -> "subprocess.CompletedProcess[str]":
         """Run `ringweave WORDS` to its end."""
         command = self.start(*words, host=host)
         out, errors = command.communicate(timeout=timeout_s)
@@ -99,7 +99,7 @@ class FakeHosts:
         """Files of runs on a host."""
         return [path for path in (self.home(host) / "state").glob("ringweave/hosts-*/**/*") if path.is_file()]
 
-    def wait(self, condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
+    def wait(self, condition: Callable[[], object], what: str, timeout_s: float = 300.0) -> None:
         """Wait until the condition holds."""
         polling.wait_until(condition, what, timeout_s, 0.05)
 

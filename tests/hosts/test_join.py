@@ -17,8 +17,6 @@ from ringweave.platforms.hosts.run_entry import HostFolder
 from ringweave.platforms.hosts.script_files import FileOffer
 from tests.hosts.conftest import FakeHosts
 
-pytestmark = pytest.mark.timeout(400)
-
 HELLO = """
 import os
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "on", os.environ["RINGWEAVE_NODE"])
@@ -100,7 +98,7 @@ def test_a_line_serves_one_host_though_its_service_is_killed(hosts: FakeHosts) -
     wait_for_text(command, "waits for host join-1 to join")
     hosts.kill("a", SERVICE)
     joiners = [hosts.start("join", line, host=name) for name in ("j", "k")]
-    hosts.wait(lambda: any(each.poll() is not None for each in joiners), "one is refused", 120.0)
+    hosts.wait(lambda: any(each.poll() is not None for each in joiners), "one is refused")
     refused, joined = sorted(joiners, key=lambda each: each.poll() is None)
     _, errors = refused.communicate()
     assert refused.returncode == 2
@@ -131,15 +129,15 @@ def test_a_host_joins_an_elastic_run_that_trains(hosts: FakeHosts) -> None:
     command, (line,) = start_run(
         hosts, "--hosts", "a,join:1,b", "--elastic", "2:3", "--name", "train", "--run-dir", "out", *words
     )
-    hosts.wait(lambda: sum(bool(done) for done in read_checks(checks).values()) == 2, "two workers train", 120.0)
+    hosts.wait(lambda: sum(bool(done) for done in read_checks(checks).values()) == 2, "two workers train")
     wait_for_text(command, "train is Running: host join-1 may join; the others train")
     assert json.loads(hosts.run("status", "train", "--json").stdout)["reason"]["code"] == "NotJoined"
     hosts.kill("a", SERVICE)
     joiner = hosts.start("join", line, host="j")
-    hosts.wait(lambda: len(read_checks(checks).get("2.0", {})) > 3, "the third one trains", 120.0)
+    hosts.wait(lambda: len(read_checks(checks).get("2.0", {})) > 3, "the third one trains")
     (path,) = checks.glob("1.0-*.txt")
     os.kill(int(path.stem.partition("-")[2]), signal.SIGKILL)
-    hosts.wait(lambda: len(read_checks(checks).get("1.1", {})) > 3, "the second one trains again", 120.0)
+    hosts.wait(lambda: len(read_checks(checks).get("1.1", {})) > 3, "the second one trains again")
     command.send_signal(signal.SIGINT)
     _, errors = command.communicate(timeout=120)
     assert command.returncode == 1, errors
@@ -156,9 +154,9 @@ def test_ctrl_c_leaves_the_run(hosts: FakeHosts) -> None:
     hosts.write_script(UNTIL_FILE.format(path=str(hosts.root / "end")))
     command, (line,) = start_run(hosts, "--hosts", "a,join", "--name", "train", "train.py")
     joiner = hosts.start("join", line, host="j")
-    hosts.wait(lambda: has_begun(hosts, "j"), "its worker begins", 120.0)
+    hosts.wait(lambda: has_begun(hosts, "j"), "its worker begins")
     joiner.send_signal(signal.SIGINT)
-    _, errors = joiner.communicate(timeout=60)
+    _, errors = joiner.communicate(timeout=300)
     assert joiner.returncode == 1
     assert "ringweave: leaves train, which fails without this host: it is not elastic.\n" in errors
     assert not joined_files_left(hosts, "j")

@@ -11,7 +11,7 @@ from tests.hosts.conftest import FakeHosts
 from tests.launch.small_training import SUM, epoch, prepared
 from tests.launch.test_serving_runs import SCRIPT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 
 def events_of(folder: Path) -> list[dict]:

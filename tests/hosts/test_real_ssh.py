@@ -2,16 +2,15 @@
 
 import re
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from ringweave_bench import ssh_lab
 from ringweave_bench.ssh_lab import SshLab
+from ringweave_bench.ssh_node import SshNode
 from tests import demands
-
-pytestmark = pytest.mark.timeout(240)
+from tests.polling import wait_until
 
 SCRIPT = """
 import os, socket
@@ -37,15 +36,12 @@ def run(lab: SshLab, *program: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def left(lab: SshLab) -> list[str]:
-    """Processes, ports and files of runs that stay on the nodes; the cache of files is kept on purpose."""
-    deadline_s = time.monotonic() + 60.0  # an interpreter that has told its end needs a moment to go
-    while (found := present(lab)) and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    return found
+def wait_nothing_left(lab: SshLab) -> None:
+    wait_until(lambda: not present(lab), lambda: present(lab))  # an interpreter that has told its end needs a moment
 
 
 def present(lab: SshLab) -> list[str]:
+    """Processes, ports and files of runs on the nodes; the cache of files stays on purpose."""
     found = [f"{node.name}: {process.command}" for node in lab.nodes for process in node.processes()]
     found += [f"{node.name}: {port}" for node in lab.nodes for port in node.listening_ports() if port != 22]
     return found + [path for node in lab.nodes for path in node.files() if "/hosts/" in path and "/runs/" not in path]
@@ -58,7 +54,7 @@ def test_workers_run_in_a_copy_on_their_own_hosts(lab: SshLab) -> None:
     assert sorted(out.splitlines()) == [f"[{rank}] rank {rank} on {hosts[rank]} in files" for rank in range(4)]
     assert "files: 1 of /home/trainer/project" in errors
     assert not lab.nodes[0].path("/home/trainer/project/written-here").exists()
-    assert left(lab) == []
+    wait_nothing_left(lab)
 
 
 @pytest.mark.thorough
@@ -76,24 +72,50 @@ def test_a_module_and_a_command_run_in_the_copy_too(lab: SshLab) -> None:
     code, out, errors = run(lab, "--", "sh", "run.sh")
     assert code == 0, errors
     assert sorted(out.splitlines()) == told
-    assert left(lab) == []
+    wait_nothing_left(lab)
 
 
-def test_a_changed_host_key_is_refused(lab: SshLab) -> None:
-    lab.nodes[1].change_host_key()
+def block_n1(nodes: Sequence[SshNode]) -> None:
+    nodes[2].nft(
+        "add table inet test",
+        "add chain inet test in { type filter hook input priority 0; }",
+        f"add rule inet test in ip saddr {nodes[1].address} tcp dport != 22 tcp flags & (syn | ack) == syn drop",
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "texts"),
+    [
+        (
+            lambda nodes: nodes[1].change_host_key(),
+            [
+                "host n1: 'another host key than the known one', expected an answer by ssh.",
+                "forget its old key (ssh-keygen -R n1), then ssh n1 once",
+            ],
+        ),
+        (
+            lambda nodes: nodes[2].hide_python(),
+            ["host n2: 'no Python with ringweave', expected an answer by ssh. Install ringweave there"],
+        ),
+        (lambda nodes: nodes[1].fill_disk("/home"), ["host n1:", "No space left on device"]),
+        (
+            block_n1,
+            [
+                "connection from host n1 to n2: 'timed out', expected a listener at",
+                "Open TCP between them in the firewall, or give n2 another address.",
+            ],
+        ),
+    ],
+    ids=["host key", "no Python", "full disk", "blocked in one direction"],
+)
+def test_a_host_that_cannot_take_part_is_named(
+    lab: SshLab, fault: Callable[[Sequence[SshNode]], None], texts: list[str]
+) -> None:
+    fault(lab.nodes)
     code, _, errors = run(lab)
     assert code == 1
-    assert "host n1: 'another host key than the known one', expected an answer by ssh." in errors
-    assert "forget its old key (ssh-keygen -R n1), then ssh n1 once" in errors
-    assert left(lab) == []
-
-
-def test_a_host_without_python_is_refused(lab: SshLab) -> None:
-    lab.nodes[2].hide_python()
-    code, _, errors = run(lab)
-    assert code == 1
-    assert "host n2: 'no Python with ringweave', expected an answer by ssh. Install ringweave there" in errors
-    assert left(lab) == []
+    assert all(text in errors for text in texts), errors
+    wait_nothing_left(lab)
 
 
 def test_a_clock_that_is_off_is_refused(lab: SshLab) -> None:
@@ -104,26 +126,4 @@ def test_a_clock_that_is_off_is_refused(lab: SshLab) -> None:
     found = re.search(words, errors.replace('"', "'"))
     assert found is not None, errors
     assert float(found[1]) == pytest.approx(86400, abs=60)
-    assert left(lab) == []
-
-
-def test_a_full_disk_is_named(lab: SshLab) -> None:
-    lab.nodes[1].fill_disk("/home")
-    code, _, errors = run(lab)
-    assert code == 1
-    assert "host n1:" in errors
-    assert "No space left on device" in errors
-    assert left(lab) == []
-
-
-def test_a_port_that_is_blocked_in_one_direction_is_named(lab: SshLab) -> None:
-    lab.nodes[2].nft(
-        "add table inet test",
-        "add chain inet test in { type filter hook input priority 0; }",
-        f"add rule inet test in ip saddr {lab.nodes[1].address} tcp dport != 22 tcp flags & (syn | ack) == syn drop",
-    )
-    code, _, errors = run(lab)
-    assert code == 1
-    assert "connection from host n1 to n2: 'timed out', expected a listener at" in errors
-    assert "Open TCP between them in the firewall, or give n2 another address." in errors
-    assert left(lab) == []
+    wait_nothing_left(lab)

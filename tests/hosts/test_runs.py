@@ -9,8 +9,6 @@ import pytest
 
 from tests.hosts.conftest import FakeHosts
 
-pytestmark = pytest.mark.timeout(180)
-
 HELLO = """
 import os, sys
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "on", os.environ["RINGWEAVE_NODE"], sys.argv[1:])
@@ -32,9 +30,9 @@ def begun(hosts: FakeHosts) -> bool:
     return sum("begins" in path.read_text() for path in logs) == 3
 
 
-def nothing_is_left(hosts: FakeHosts) -> bool:
-    """Whether no process and no file of a run is left on the hosts."""
-    return not any(hosts.processes(name) or hosts.run_files(name) for name in hosts.names)
+def wait_nothing_left(hosts: FakeHosts) -> None:
+    """Wait until no process and no file of a run is left on the hosts."""
+    hosts.wait(lambda: not any(hosts.processes(each) or hosts.run_files(each) for each in hosts.names), "nothing left")
 
 
 def test_output_is_merged_and_nothing_is_left(hosts: FakeHosts) -> None:
@@ -50,7 +48,7 @@ def test_output_is_merged_and_nothing_is_left(hosts: FakeHosts) -> None:
     record = json.loads((folder / "out" / "run.json").read_text())
     assert (record["outcome"], record["exit_code"], record["world_size"]) == ("done", 0, 4)
     assert (folder / "out" / "hosts" / "b" / "b" / "1" / "round-1" / "events.jsonl").exists()
-    hosts.wait(lambda: nothing_is_left(hosts), "nothing is left", 10.0)
+    wait_nothing_left(hosts)
     assert hosts.run("jobs", "--on", "hosts").stdout == "no jobs\n"
 
 
@@ -62,7 +60,7 @@ def test_the_first_cause_is_reported(hosts: FakeHosts) -> None:
     assert "Last lines of out/logs/rank-1.log:\n    Traceback (most recent call last):" in done.stderr
     record = json.loads((folder / "out" / "run.json").read_text())
     assert (record["outcome"], record["cause"]) == ("failed", "rank 1 on node b raised ValueError: no such file")
-    hosts.wait(lambda: nothing_is_left(hosts), "nothing is left", 10.0)
+    wait_nothing_left(hosts)
 
 
 def test_ctrl_c_ends_the_run(hosts: FakeHosts) -> None:
@@ -70,11 +68,11 @@ def test_ctrl_c_ends_the_run(hosts: FakeHosts) -> None:
     command = hosts.start("run", "--hosts", "a,b,c", "train.py")
     hosts.wait(lambda: begun(hosts), "workers begin")
     command.send_signal(signal.SIGINT)
-    _, errors = command.communicate(timeout=60)
+    _, errors = command.communicate(timeout=300)
     assert command.returncode == 1
     assert "stopping all workers" in errors
     assert " s by SIGINT.\n" in errors
-    hosts.wait(lambda: nothing_is_left(hosts), "nothing is left", 10.0)
+    wait_nothing_left(hosts)
 
 
 @pytest.mark.parametrize("how", [pytest.param("detached", marks=pytest.mark.thorough), "killed", HUNG_UP])
@@ -83,19 +81,19 @@ def test_the_command_may_go_and_come_back(hosts: FakeHosts, how: str) -> None:
     words = ["run", "--hosts", "a,b,c", "--name", "mine", *(["--detach"] if how == "detached" else []), "train.py"]
     command = hosts.start(*words)
     if how == "detached":
-        _, errors = command.communicate(timeout=60)
+        _, errors = command.communicate(timeout=300)
         assert command.returncode == 0
         assert "it continues without this command: ringweave attach mine, ringweave stop mine" in errors
     hosts.wait(lambda: begun(hosts), "workers begin")
     if how != "detached":
         os.killpg(command.pid, signal.SIGKILL if how == "killed" else signal.SIGHUP)
-        command.communicate(timeout=30)
+        command.communicate(timeout=300)
     assert hosts.run("status", "mine").stdout.startswith("mine: Running")
     (hosts.root / "end").touch()
     done = hosts.run("attach", "mine")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{r}] rank {r} {w}" for r in range(3) for w in ("begins", "ends")]
-    hosts.wait(lambda: nothing_is_left(hosts), "nothing is left", 10.0)
+    wait_nothing_left(hosts)
 
 
 def test_verbs_work_from_the_start_and_from_any_host(hosts: FakeHosts) -> None:
@@ -114,7 +112,7 @@ def test_verbs_work_from_the_start_and_from_any_host(hosts: FakeHosts) -> None:
     hosts.wait(lambda: "mine: Stopped" in hosts.run("status", "mine").stdout, "stopped")
     assert hosts.run("stop", "mine").returncode == 2
     assert hosts.run("delete", "mine").stdout == "mine: removed\n"
-    hosts.wait(lambda: nothing_is_left(hosts), "nothing is left", 10.0)
+    wait_nothing_left(hosts)
     gone = hosts.run("status", "mine", "--on", "hosts")
     assert gone.returncode == 2
     assert "run: 'mine', expected a run that was started here, or has this host." in gone.stderr
@@ -130,7 +128,7 @@ def test_a_finished_run_is_kept_until_it_is_deleted(hosts: FakeHosts) -> None:
     assert hosts.run("status", "mine").stdout.startswith("mine: Succeeded")
     assert sorted(hosts.run("logs", "mine").stdout.splitlines()) == [f"[{rank}] done" for rank in range(3)]
     assert hosts.run("delete", "mine").returncode == 0
-    hosts.wait(lambda: nothing_is_left(hosts), "nothing is left", 10.0)
+    wait_nothing_left(hosts)
 
 
 @pytest.mark.parametrize("victim", ["a", pytest.param("b", marks=pytest.mark.thorough)])
@@ -141,10 +139,10 @@ def test_the_run_survives_the_death_of_a_host_service(hosts: FakeHosts, victim: 
     hosts.kill(victim, "ringweave.platforms.hosts.service")
     time.sleep(1.0)
     (hosts.root / "end").touch()
-    out, errors = command.communicate(timeout=90)
+    out, errors = command.communicate(timeout=300)
     assert command.returncode == 0, errors
     assert sorted(out.splitlines()) == [f"[{r}] rank {r} {w}" for r in range(3) for w in ("begins", "ends")]
-    hosts.wait(lambda: nothing_is_left(hosts), "nothing is left", 10.0)
+    wait_nothing_left(hosts)
 
 
 def test_a_submitted_job_runs_on_the_hosts_of_its_file(hosts: FakeHosts) -> None:
@@ -157,7 +155,7 @@ def test_a_submitted_job_runs_on_the_hosts_of_its_file(hosts: FakeHosts) -> None
     assert done.returncode == 0, done.stderr
     assert "[3] rank 3 of 4 on c []" in done.stdout.splitlines()
     assert hosts.run("delete", "filed").returncode == 0
-    hosts.wait(lambda: nothing_is_left(hosts), "nothing is left", 10.0)
+    wait_nothing_left(hosts)
 
 
 def test_a_run_on_this_machine_outlives_its_command_without_ssh(hosts: FakeHosts) -> None:
@@ -169,7 +167,7 @@ def test_a_run_on_this_machine_outlives_its_command_without_ssh(hosts: FakeHosts
     attached = hosts.start("attach", "here")
     hosts.wait(lambda: "here: Running" in hosts.run("status", "here").stdout, "it runs")
     (hosts.root / "end").touch()
-    out, errors = attached.communicate(timeout=120)
+    out, errors = attached.communicate(timeout=300)
     assert attached.returncode == 0, errors
     assert sorted(out.splitlines()) == [
         f"[{rank}] rank {rank} {word}" for rank in (0, 1) for word in ("begins", "ends")
@@ -195,6 +193,6 @@ def test_each_host_of_an_elastic_run_keeps_spares_and_none_is_left(hosts: FakeHo
 
     hosts.wait(lambda: begun(hosts) and [ready(name) for name in "abc"] == [1, 1, 1], "a spare on each host", 120.0)
     command.send_signal(signal.SIGINT)
-    _, errors = command.communicate(timeout=60)
+    _, errors = command.communicate(timeout=300)
     assert command.returncode == 1, errors
-    hosts.wait(lambda: nothing_is_left(hosts), "nothing is left", 10.0)
+    wait_nothing_left(hosts)

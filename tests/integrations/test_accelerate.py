@@ -29,7 +29,9 @@ def check_same(found: Outcome, alone: Outcome) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [Case(shares=(1, 2, 3)), Case(shares=(3, 1, 2), accumulate=2)], ids=["unequal shares", "accumulation"]
+    "case",
+    [pytest.param(Case(shares=(1, 2, 3)), marks=pytest.mark.thorough), Case(shares=(3, 1, 2), accumulate=2)],
+    ids=["unequal shares", "accumulation"],
 )
 def test_a_run_of_three_workers_equals_one_process(case: Case) -> None:
     alone = train_alone(case)
@@ -93,6 +95,7 @@ accelerator.print("processes at the end:", accelerator.num_processes)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.e2e
 def test_a_worker_of_a_real_elastic_run_is_killed(tmp_path: Path) -> None:
     output, exact, missing = elastic_runs.run_with_a_kill(SCRIPT, tmp_path)

@@ -40,7 +40,7 @@ def check_same_values(found: Outcome, alone: Outcome, *, tolerance: float = 1e-5
 @pytest.mark.parametrize(
     ("case", "tolerance"),
     [
-        (Case(shares=(1, 2, 3)), 1e-9),
+        pytest.param(Case(shares=(1, 2, 3)), 1e-9, marks=pytest.mark.thorough),
         (Case(shares=(3, 1, 2), accumulate=3), 1e-9),
         (Case(shares=(1, 2, 3), num_epochs=1, is_manual=True), 1e-9),
         (Case(precision="bf16-mixed", num_epochs=1), 2e-2),

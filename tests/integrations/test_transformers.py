@@ -34,11 +34,10 @@ def check_same(found: Outcome, alone: Outcome) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(evaluates=True, shares=(1, 2, 3)),
-        Case(accumulate=3, shares=(3, 1, 2), clip=0.3),
+        Case(evaluates=True, accumulate=3, shares=(3, 1, 2), clip=0.3),
         Case(accumulate=2, counts_tokens=False, num_samples=42),
     ],
-    ids=["evaluation", "accumulation and clipping", "means over samples"],
+    ids=["evaluation, accumulation and clipping", "means over samples"],
 )
 def test_a_run_of_three_workers_equals_one_process(case: Case) -> None:
     alone = train_alone(case)

@@ -187,7 +187,7 @@ def test_nothing_stays_stopped_when_the_pause_process_is_killed(user: OrdinaryUs
         assert burning.stdout.readline() == b"on\n"
         (pause,) = [each for each in user.processes() if user_namespace.__name__ in each.cmdline() and each.children()]
         pause.kill()
-        assert burning.wait(timeout=60) == 0
+        assert burning.wait(timeout=300) == 0
     user.wait_nothing_left()
     assert user.json("lab", "down") == {"down": []}
 
@@ -215,7 +215,7 @@ def test_down_ends_the_programs_inside(user: OrdinaryUser) -> None:
         assert sleeping.stdout is not None
         assert sleeping.stdout.readline() == "on\n"
         assert user.json("lab", "down") == {"down": ["unequal"]}
-        assert sleeping.wait(timeout=60) == -signal.SIGTERM
+        assert sleeping.wait(timeout=300) == -signal.SIGTERM
 
 
 def test_quotas_are_control_groups_where_the_user_has_one(user: OrdinaryUser) -> None:

@@ -83,6 +83,7 @@ def test_the_mode_may_be_left_to_the_planner(tmp_path, workers):
     assert said in done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_without_a_server_the_script_says_how_to_get_one(tmp_path):

@@ -42,13 +42,13 @@ def served(live_run: Path) -> Iterator[str]:
         line = process.stdout.readline()
         yield line.split()[-1]
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=300) == 0
 
 
 def fetch(address: str, jar: CookieJar | None = None) -> tuple[int, str, Any]:
     opener = urllib.request.build_opener(*([urllib.request.HTTPCookieProcessor(jar)] if jar is not None else []))
     try:
-        with opener.open(address, timeout=30) as answer:
+        with opener.open(address, timeout=300) as answer:
             return answer.status, answer.read().decode(), answer.headers
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode(), error.headers
@@ -78,7 +78,7 @@ def test_the_stream_has_all_at_first_and_then_what_has_changed(served: str, live
     jar = CookieJar()
     fetch(served, jar)
     opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(jar))
-    with opener.open(served.partition("?")[0] + "live", timeout=30) as stream:
+    with opener.open(served.partition("?")[0] + "live", timeout=300) as stream:
         first = next_sections(stream)
         while first["counts"]["events"] < 60:
             first |= next_sections(stream)

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ringweave
 from tests.fakes.elastic_job import ElasticJob
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
 def count_looked_at(mode: str) -> tuple[int, int]:

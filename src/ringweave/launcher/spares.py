@@ -377,11 +377,10 @@ def wait_for_slot(channel: socket.socket, nice: int, command_words: list[str]) -
     """
     launcher_pid, raise_priority = os.getppid(), _lower_priority(nice)
     started_s = time.monotonic()
-    gc.disable()  # imports make much, of which little is garbage: an eighth of their time
+    gc.disable()  # collections find 8 MB of garbage in what is imported, and take a fifth of the time
     _preload(command_words)
     raise_priority()
     report = {"import_s": round(time.monotonic() - started_s, 3), "can_fork": _can_fork()}
-    gc.collect()
     gc.freeze()  # a collection would write to all objects, and so copy all pages that workers share
     gc.enable()
     found: tuple[dict[str, Any], list[int]] | None = None

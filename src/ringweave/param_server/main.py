@@ -196,7 +196,6 @@ def main(argv: Sequence[str]) -> int:
         process = ParameterServerProcess(parse(argv))
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signal_number, process.stop)
-        gc.collect()
         gc.freeze()  # full collections would traverse all of torch and stall all rings: see decision 0027
         process.run()
     except RingweaveError as error:

@@ -151,7 +151,7 @@ def test_who_waits_for_a_message_that_has_come_in_part_is_let_go_when_the_group_
             try:
                 while psutil.Process(sender.pid).status() != psutil.STATUS_STOPPED:
                     time.sleep(0.01)
-                said.append(receiver.communicate("stop\n", timeout=60)[0])
+                said.append(receiver.communicate("stop\n", timeout=300)[0])
             finally:
                 sender.kill()
                 receiver.kill()

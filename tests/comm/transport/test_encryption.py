@@ -20,7 +20,7 @@ from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.comm.transport.sockets import SocketTransport
 from ringweave.rpc import CertificateAuthority
 from ringweave.rpc.handshake import EventWriter
-from tests import polling
+from tests.polling import wait_until
 
 TOKEN = b"0123456789abcdef"
 AUTHORITY = CertificateAuthority("job")
@@ -202,7 +202,7 @@ def test_a_door_admits_only_members_of_its_job_and_logs_others(echo: tuple[str, 
     with socket.create_connection(("127.0.0.1", gate.port), timeout=20) as sock:
         sock.sendall(b"hello")
         assert end_of(sock) == (b"" if reason else b"hello")
-    polling.poll_until(lambda: refusals == ([reason] if reason else []), lambda: f"{refusals}", 20)
+    wait_until(lambda: refusals == ([reason] if reason else []), lambda: refusals)
     door.close_soon()
     gate.close_soon()
 

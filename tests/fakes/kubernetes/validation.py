@@ -7,14 +7,15 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any
-
-import cel
+from typing import TYPE_CHECKING, Any
 
 from tests.fakes.kubernetes.api_failures import ApiFailure
 from tests.fakes.kubernetes.object_store import Object, ObjectStore
 from tests.fakes.kubernetes.resources import ApiResource
 from tests.fakes.kubernetes.users import User
+
+if TYPE_CHECKING:
+    import cel  # brings a command line, whose imports take a second: functions import it
 
 ENFORCE_LABEL = "pod-security.kubernetes.io/enforce"
 
@@ -73,12 +74,14 @@ _UNBOUNDED_TEXT = re.compile(r"\+\s*string\(|\bstring\((?:[^()]|\([^()]*\))*\)\s
 
 
 @lru_cache(maxsize=1000)
-def compile_cel(text: str) -> cel.Program:
+def compile_cel(text: str) -> "cel.Program":
     """Compile an expression.
 
     Raises:
         ValueError: The text is no CEL.
     """
+    import cel
+
     return cel.compile(text)
 
 
@@ -88,6 +91,8 @@ def evaluate_cel(text: str, variables: Mapping[str, Any]) -> Any:
     Raises:
         Exception: Any error of the library.
     """
+    import cel
+
     context = cel.Context()
     for name, function in _CEL_FUNCTIONS.items():
         context.add_function(name, function)
@@ -133,6 +138,8 @@ def rule_definition_problems(schema: RuleSchema, path: str) -> Iterator[str]:
 def _broken_rule(rule: Mapping[str, Any], value: Any, old: Any, path: str) -> Iterator[str]:
     variables = {"self": value}
     if rule.get("optionalOldSelf"):
+        import cel
+
         variables["oldSelf"] = cel.OptionalValue.none() if old is MISSING else cel.OptionalValue.of(True)
     elif "oldSelf" in rule["rule"]:
         if old is MISSING:

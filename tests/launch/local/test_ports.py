@@ -172,7 +172,7 @@ for pid, address in found:
 @pytest.mark.parametrize(
     ("options", "min_processes"),
     [
-        ([], 2),
+        pytest.param([], 2, marks=pytest.mark.thorough),
         pytest.param(["--elastic", "1:2"], 4, marks=pytest.mark.thorough),
         (["--mode", "ps-hra", "--standby"], 4),
     ],

@@ -17,8 +17,9 @@ from ringweave.topology.inference.observations import (
     rates_across_cut,
 )
 from ringweave.topology.inference.tree import NodeSpec, cluster_from_fit
+from ringweave_bench.visible_edges import VisibleEdges, visible_edges
 from tests import effort
-from tests.topology.recovery.simulated import Network, VisibleEdges, measure, visible_edges
+from tests.topology.recovery.simulated import Network, measure
 
 MBIT = 125e3
 TWO_RACKS = """
