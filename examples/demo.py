@@ -1,8 +1,8 @@
 """`make demo`: one training, by DDP on Gloo and by ringweave, in a lab: two racks, a thin uplink, a slow worker.
 
-In the run of ringweave a worker is killed. All ends with one page: page.html and page.png in --out, beside run.html,
-the report of that run. Root is not needed where Linux gives users namespaces; where there can be no lab, the first
-example trains on this machine as it is.
+In the run of ringweave a worker is killed. All ends with one page, page.html in --out: the comparison (also page.png)
+and the report of that run. Root is not needed where Linux gives users namespaces; where there can be no lab, the
+first example trains on this machine as it is.
 """
 
 import argparse
@@ -80,10 +80,9 @@ def main() -> None:
         )
     page = demo_page.write(options.out, setting, *runs)
     say(f"{page.sentence}\n{page.shares_sentence}")
-    report = [*RINGWEAVE, "report", "--html", str(options.out / "run.html"), str(options.out / "ringweave")]
-    subprocess.run(report, stdout=subprocess.DEVNULL, check=True)
+    report = [*RINGWEAVE, "report", "--html", str(options.out / "page.html"), str(options.out / "ringweave")]
+    subprocess.run([*report, "--preface", options.out / "preface.html"], stdout=subprocess.DEVNULL, check=True)
     say(f"The page: {options.out / 'page.html'} (and page.png), after {time.monotonic() - started_s:.0f} s")
-    say(f"The run of ringweave: {options.out / 'run.html'}")
 
 
 def train_here(options: argparse.Namespace, problems: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""The page of the demo: one HTML file that needs no other, and the same as a picture."""
+"""The comparison of the demo: HTML in front of the report of ringweave's run, and the same as a picture."""
 
 import base64
 import html
@@ -18,18 +18,6 @@ SAMPLE_LINES, SAMPLE_COLUMNS = 12, 88
 Draw = Callable[[Any, Setting, Run, Run], str]
 """Draws a panel on axes and returns its alternative text."""
 
-STYLE = """
-:root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 62rem; margin: 2rem auto;
-  padding: 0 1rem; }
-h1 { line-height: 1.2; } .lead { font-size: 1.25rem; }
-.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(27rem, 1fr)); gap: 1rem; }
-figure { margin: 0; } figure.wide { grid-column: 1 / -1; } img { width: 100%; height: auto; }
-table { border-collapse: collapse; } th, td { text-align: left; padding: .2rem 1rem .2rem 0; vertical-align: top;
-  border-bottom: 1px solid #ddd; }
-pre { background: #f5f5f5; padding: .8rem; overflow-x: auto; font-size: .85rem; line-height: 1.35; }
-"""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
@@ -44,7 +32,7 @@ class Page:
 
 
 def write(folder: Path, setting: Setting, gloo: Run, ours: Run) -> Page:
-    """Writes page.html and page.png, and returns what they say."""
+    """Writes preface.html and page.png, and returns what they say."""
     page = Page(
         sentence=ratio_sentence(setting, gloo, ours),
         shares_sentence=shares_sentence(setting, ours),
@@ -52,7 +40,7 @@ def write(folder: Path, setting: Setting, gloo: Run, ours: Run) -> Page:
         sample_sentence=sample_sentence(gloo, ours),
         setting_sentence=setting_sentence(setting),
     )
-    (folder / "page.html").write_text(page_html(page, setting, gloo, ours), encoding="utf-8")
+    (folder / "preface.html").write_text(preface_html(page, setting, gloo, ours), encoding="utf-8")
     draw_page(page, setting, gloo, ours).savefig(folder / "page.png", dpi=110)
     return page
 
@@ -248,33 +236,22 @@ def draw_page(page: Page, setting: Setting, gloo: Run, ours: Run) -> Any:
     return figure
 
 
-def page_html(page: Page, setting: Setting, gloo: Run, ours: Run) -> str:
-    """Returns the page as one document; its pictures are inside of it."""
+def preface_html(page: Page, setting: Setting, gloo: Run, ours: Run) -> str:
+    """Returns a section of a report; its pictures are inside of it."""
     figures = "\n".join(_figures(setting, gloo, ours))
-    rows = "\n".join(f"<tr><th scope=row>{name}<td>{a}<td>{b}" for name, a, b in _table(setting, gloo, ours))
     sample = html.escape("\n".join(sample_lines(ours.sample)))
     texts = {name: html.escape(getattr(page, name)) for name in Page.__dataclass_fields__}
-    return f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>ringweave: the demo</title><style>{STYLE}</style>
-<main>
-<h1>{texts["sentence"]}</h1>
-<p class="lead">{texts["shares_sentence"]}</p>
+    return f"""<section class="card" aria-labelledby="preface"><h2 id="preface">{texts["sentence"]}</h2>
+<p>{texts["shares_sentence"]}</p>
 <p>{texts["kill_sentence"]}</p>
-<div class="panels">
+<div class="columns">
 {figures}
 </div>
-<h2>Numbers</h2>
-<table><thead><tr><th scope=col>measured<th scope=col>DDP on Gloo<th scope=col>ringweave<tbody>
-{rows}
-</table>
-<h2>The model</h2>
 <p>{texts["sample_sentence"]}</p>
-<pre>{sample}</pre>
-<h2>The plan, before anything ran</h2>
-<pre>{html.escape(setting.plan)}</pre>
-<p><small>{texts["setting_sentence"]}</small></p>
-</main>
+<pre tabindex="0">{sample}</pre>
+<details><summary>The plan, before anything ran</summary><pre tabindex="0">{html.escape(setting.plan)}</pre></details>
+<p class="note">{texts["setting_sentence"]} Below: the report of ringweave's run.</p>
+</section>
 """
 
 
@@ -298,18 +275,6 @@ def _figures(setting: Setting, gloo: Run, ours: Run) -> Iterator[str]:
         data = base64.b64encode(content.getvalue()).decode()
         image = f'<img alt="{html.escape(alternative)}" src="data:image/svg+xml;base64,{data}">'
         yield f'<figure class="{kind}">{image}</figure>'
-
-
-def _table(setting: Setting, gloo: Run, ours: Run) -> Iterator[tuple[str, str, str]]:
-    columns: list[list[str]] = []
-    for run in (gloo, ours):
-        column = [f"{run.samples_per_s(setting.steps, setting.batch):.1f}"]
-        column.append(f"{run.seconds(setting.steps) / len(setting.steps):.3f}")
-        column.append(f"{run.uplink_bytes_per_step() * 1e-6:.2f}")
-        column.append(f"{run.result['held_out_nats_per_byte']:.3f}")
-        columns.append([*column, f"{run.longest_gap_s:.1f} s" if run.kill else "not killed"])
-    names = ("samples a second", "seconds of a train step", "MB on an uplink in a train step")
-    yield from zip((*names, "held-out loss, nats per byte", "between two steps at the kill"), *columns, strict=True)
 
 
 def _draw_bars(axes: Any, rows: Sequence[tuple[str, str, float]], text: str) -> None:

@@ -91,6 +91,12 @@ class ConnectionLimiter:
         """Number of pending connections."""
         return len(self._pending)
 
+    @property
+    def has_overdue(self) -> bool:
+        """True if a connection is pending for too long."""
+        first = next(iter(list(self._pending.values())), None)
+        return first is not None and first.deadline_s <= self._clock()
+
     def accept(self, listener: socket.socket) -> tuple[socket.socket, Any] | None:
         """Accept one connection and its address; None if there is none, or if it had to be refused.
 
@@ -128,15 +134,17 @@ class ConnectionLimiter:
         with self._lock:
             self._forget(descriptor)
 
-    def cut_overdue(self) -> None:
-        """Shut down connections that are pending for too long: their owners see the end, and close them."""
-        now_s = self._clock()
+    def cut_overdue(self) -> list[int]:
+        """Shut down connections that are pending for too long; return their descriptors, which their owners close."""
+        now_s, cut = self._clock(), list[int]()
         with self._lock:
             for descriptor, pending in list(self._pending.items()):
                 if pending.deadline_s > now_s:
                     break
                 self.num_refused += 1
                 self._cut(descriptor)
+                cut.append(descriptor)
+        return cut
 
     def cut_all(self) -> None:
         """Shut down all pending connections, as the listener ends."""

@@ -115,6 +115,19 @@ def create_server(address: str, ports: PortRange | None, *, backlog: int) -> soc
     raise all_taken_error(ports, address)
 
 
+def defer_accept(listener: socket.socket) -> socket.socket:
+    """Let the kernel hand over connections only once their other end has said something; return the listener.
+
+    It is for torch's stores, whose clients speak first. Without it a store keeps the descriptors of connections that
+    were reset before it took them (torch 2.13), and of all that are idle.
+    """
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _DEFER_S)
+    return listener
+
+
+_DEFER_S = 60
+
+
 def all_taken_error(ports: PortRange, address: str) -> LaunchError:
     """Return the error of a range without a free port."""
     do = "Give a wider range with --ports, or end what listens there: ss -ltn"

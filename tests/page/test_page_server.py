@@ -21,6 +21,7 @@ from tests import demands
 from tests.ending import ended
 from tests.page import chromium, synthetic
 from tests.page.chromium import FOCUSED, open_page, wait_for
+from tests.telemetry.examples import example
 
 
 @pytest.fixture
@@ -169,13 +170,13 @@ def add_rings_and_stages(folder: Path) -> None:
     shares = {"batch": 3, "shares": [32] * 8, "predicted_before_s": 0.09, "predicted_after_s": 0.07}
     stages = {"blocks": 9, "splits": [4], "compute_s": [0.1, 0.2], "speeds": [1, 1]}
     events = [
-        {"kind": "rings_formed", "rank": 0, "rings": [[0, 1], [2, 3]], "most_staleness_versions": 4},
-        {"kind": "params_counted", **counted},
-        {"kind": "shares_changed", "rank": 0, **shares},
-        {"kind": "pipeline_measured", "rank": 0, **stages, "measured_s": 0.4, "predicted_s": 0.38},
+        example("rings_formed", rings=[[0, 1], [2, 3]], most_staleness_versions=4),
+        example("params_counted", **counted),
+        example("shares_changed", **shares),
+        example("pipeline_measured", **stages, measured_s=0.4, predicted_s=0.38),
     ]
     with (folder / "events.jsonl").open("a") as file:
-        file.writelines(json.dumps({"time": synthetic.BEGIN_S + 60, **event}) + "\n" for event in events)
+        file.writelines(json.dumps(event | {"time": synthetic.BEGIN_S + 60}) + "\n" for event in events)
 
 
 @pytest.mark.slow
@@ -250,10 +251,12 @@ def test_a_live_page_follows_the_run(browser: Any, served: str, live_run: Path) 
     with (live_run / "events.jsonl").open("a") as file:
         done = {"rank": 0, "iterations": 399_999, "total": 500_000, "loss": float("nan")}
         file.write(json.dumps({"time": synthetic.BEGIN_S + 60, "kind": "iterations_done", **done}) + "\n")
-        file.write(json.dumps({"time": synthetic.BEGIN_S + 60, "kind": "standstill", "text": synthetic.HOSTILE}) + "\n")
+        failed = example("communication_failed", time=synthetic.BEGIN_S + 60, text=synthetic.HOSTILE)
+        file.write(json.dumps(failed) + "\n" + 2 * '{"time": 1.0, "kind": "schedule_measured"}\n')
     wait_for(page, "#tiles", "399,999")
     assert "nan" in page.inner_text("#tiles")
-    wait_for(page, "#events", "standstill")
+    wait_for(page, "#events", "communication_failed")
+    wait_for(page, "#unread", "2 records of the event log could not be read: schedule_measured without rank (2).")
     assert page.evaluate("performance.getEntriesByName('update').length") > before
     assert page.evaluate(FOCUSED) == "Show events and output of rank 0", "an update leaves the focus"
     assert "attempt 1: goes on" in page.inner_text("#timeline"), "and what was opened"

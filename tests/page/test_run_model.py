@@ -1,20 +1,23 @@
 """Sections of the page, from the events of a run."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ringweave import topology
+from ringweave.errors import LaunchError, UnknownJobError
 from ringweave.jobs.states import JobState, NodeState
-from ringweave.page import run_model
+from ringweave.page import run_model, run_source
 from ringweave.page.html_report import report_html
 from ringweave.page.run_model import RunModel, show_text
 from ringweave.page.run_source import RunSource
 from ringweave.platforms.api import AttemptView, JobView, LogLine, LogQuery, NodeView
 from ringweave.platforms.run_directory import RunDirectoryPlatform
+from tests import polling
 from tests.page import synthetic
 
 
@@ -67,7 +70,7 @@ def test_a_run_with_everything() -> None:
     by_schedule = {row["schedule"]: row for row in found["collectives"]}
     assert by_schedule["multi-level"]["bound_s"] == pytest.approx(4.0)
     assert by_schedule["ring"]["measured_over_predicted"] == pytest.approx(1 / 0.93)
-    assert found["counts"]["broken"] == 0
+    assert found["counts"]["unread"] == 0
     assert by_schedule["ring"]["wire_fraction"] is None
     assert [(row["name"], row["ranks"], row["share"], row["memory_bytes"]) for row in found["ranks"]["nodes"]] == [
         ("n0", "ranks 0, 1", 64, 4.21e9),
@@ -105,7 +108,7 @@ def test_a_probed_network_is_the_tree_of_the_page() -> None:
     assert [each["label"] for each in tree["children"][0]["children"]] == ["a, 2 devices", "b, 1 device"]
     assert tree["children"][0]["children"][0]["is_binding"]
     broken = {"time": 1.2, "switches": ["r9"], **probed}
-    assert sections_of([*events, broken])["counts"]["broken"] == 1
+    assert sections_of([*events, broken])["counts"]["unread"] == 1
 
 
 def test_what_is_not_recorded_is_said_and_not_invented() -> None:
@@ -178,7 +181,7 @@ def test_rings_sites_and_stages() -> None:
 def test_an_event_that_is_none_is_counted_and_harms_nothing(broken: dict[str, Any]) -> None:
     whole = list(synthetic.events(2, 100))
     found = sections_of([*whole, broken])
-    assert found["counts"] == {"events": len(whole) + 1, "broken": 1}
+    assert (found["counts"]["events"], found["counts"]["unread"]) == (len(whole) + 1, 1)
     assert found["progress"]["train_step"] == 100
     json.loads(run_model.dump_sections(found)["steps"])
 
@@ -210,6 +213,8 @@ class OtherPlatform(RunDirectoryPlatform):
 
     def __init__(self, platform: str, files: str, state: JobState = JobState.RUNNING) -> None:
         super().__init__("me")
+        self.event_lines: list[LogLine] = []
+        self.num_failures = 0
         node = {"workers": 2, "capacity": 2, "state": NodeState.RUNNING, "retries": 0, "max_retries": 3}
         nodes = [
             NodeView(name="n0", reason=None, iterations=7, last_loss=2.5, attempts=(AttemptView(attempt=1),), **node),
@@ -221,11 +226,19 @@ class OtherPlatform(RunDirectoryPlatform):
         self.view = JobView(state=state, reason=None, nodes=tuple(nodes), **names, **times, **counts)
 
     def job(self, name: str) -> JobView:
+        if self.view.state.is_end and self.view.platform == "hosts":
+            raise UnknownJobError("job: removed")
         return self.view
 
     def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
-        for rank in range(4):
-            yield LogLine(node=f"n{rank // 2}", attempt=1, round=1, rank=rank, text=synthetic.HOSTILE)
+        if which.events != "only":
+            for rank in range(4):
+                yield LogLine(node=f"n{rank // 2}", attempt=1, round=1, rank=rank, text=synthetic.HOSTILE)
+        if self.num_failures:
+            yield from self.event_lines[:20]
+            self.num_failures -= 1
+            raise LaunchError("no answer")
+        yield from self.event_lines if which.events != "none" else ()
 
 
 @pytest.mark.parametrize(
@@ -233,7 +246,7 @@ class OtherPlatform(RunDirectoryPlatform):
     [
         ("local", ("n0/1/round-1", "n1/1/round-1")),
         ("slurm", ("n0/2/round-3", "n1/1/round-3")),
-        ("hosts", ("hosts/a/n0/1/round-1", "hosts/b/n1/1/round-1")),
+        ("runs", ("hosts/a/n0/1/round-1", "hosts/b/n1/1/round-1")),
     ],
 )
 def test_a_job_of_a_platform_is_shown_by_the_event_logs_of_its_nodes(
@@ -263,10 +276,69 @@ def test_a_job_whose_event_logs_are_elsewhere_is_shown_as_its_platform_knows_it(
     assert (found["progress"]["train_step"], found["progress"]["loss"]) == (9, 2.25)
     assert [(node["iterations"], node["attempts"]) for node in found["head"]["nodes"]] == [(7, 1), (9, 0)]
     (left_out,) = found["left_out"]
-    assert "their event log is not on this machine. (kubectl -n ml get pods)" in left_out
+    assert "Everything that workers measure: no event of theirs has come yet. (kubectl -n ml get pods)" in left_out
     assert len(found["logs"]["sources"]) == 4
-    on_hosts = RunSource(OtherPlatform("hosts", ""), "job").sections()
-    assert "it comes when the run ends" in on_hosts["left_out"][0]
+
+
+def event_lines(round_: int = 2) -> list[LogLine]:
+    """The event logs of two nodes, one after the other, behind those of an earlier round."""
+    whole = list(synthetic.events(4, 200, per_node=2))
+    lines = [LogLine(node="n0", attempt=1, round=1, rank=None, text=json.dumps(whole[0]), is_event=True)]
+    for node in ("n0", "n1"):
+        for event in whole:
+            is_own = event["kind"] == "run_started" or event.get("rank", 0) // 2 == int(node[1])
+            line = LogLine(node=node, attempt=1, round=round_, rank=None, text=json.dumps(event), is_event=True)
+            lines += [line] if is_own else []
+    return lines
+
+
+@pytest.mark.parametrize("platform", ["hosts", "kubernetes"])
+def test_event_logs_on_other_machines_come_beside_the_output(platform: str) -> None:
+    service = OtherPlatform(platform, "")
+    service.event_lines = event_lines()
+    source = RunSource(service, "job")
+    source.read_all()
+    found = source.sections()
+    assert [row["step"]["steps"] for row in found["ranks"]["rows"]] == [200] * 4
+    assert [each["number"] for each in found["timeline"]["attempts"]] == [1, 2], "rounds"
+    assert (found["progress"]["train_step"], found["counts"]["unread"]) == (200, 0)
+    assert len(found["logs"]["sources"]) == 4
+
+
+def follow(source: RunSource, holds: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    def is_seen() -> object:
+        source.poll()
+        return holds(source.sections())
+
+    polling.wait_until(is_seen, source.sections, 60.0)
+    return source.sections()
+
+
+def test_a_connection_that_breaks_costs_no_event_and_counts_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_source, "RETRY_S", 0.01)
+    service = OtherPlatform("hosts", "")
+    service.event_lines, service.num_failures = event_lines(), 3
+    source = RunSource(service, "job")
+    source.follow_logs()
+    found = follow(source, lambda run: run["counts"]["events"] == len(service.event_lines))
+    assert [row["step"]["steps"] for row in found["ranks"]["rows"]] == [200] * 4
+    assert [len(each["lines"]) for each in found["logs"]["sources"]] == [1] * 4
+    assert found["logs"]["trouble"] is None
+
+
+def test_a_run_on_hosts_that_is_over_is_shown_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_source, "STATE_INTERVAL_S", 0.0)
+    service = OtherPlatform("hosts", str(tmp_path / "out"))
+    service.event_lines = event_lines()[:100]
+    source = RunSource(service, "job")
+    source.follow_logs()
+    assert follow(source, lambda run: run["ranks"]["rows"])["head"]["state"] == "Running"
+    synthetic.write_run(tmp_path / "out", 4, 300, outcome="done", per_node=2)
+    service.view = replace(service.view, state=JobState.SUCCEEDED)
+    found = follow(source, lambda run: run["head"]["is_over"])
+    assert (found["head"]["name"], found["head"]["state"], found["head"]["trouble"]) == ("out", "Succeeded", None)
+    assert found["progress"]["train_step"] == 300
+    assert found["topology"]["tree"]["children"], "with its cluster file"
 
 
 def test_hostile_texts_are_no_markup(tmp_path: Path) -> None:

@@ -37,6 +37,10 @@ for _ in range(200):
 """
 
 
+def line(fault: str) -> bytes:
+    return json.dumps({"time": 1.0, "kind": "fault_lifted", "fault": fault}, ensure_ascii=False).encode() + b"\n"
+
+
 def test_an_event_is_one_json_line_with_time_and_kind(tmp_path: Path) -> None:
     EventLog(tmp_path / "events.jsonl", clock=lambda: 12.5).write("worker_exited", **exited(3))
     text = (tmp_path / "events.jsonl").read_text()
@@ -96,17 +100,17 @@ def test_an_endless_line_is_skipped_and_no_more_of_it_in_memory_than_an_event_ma
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events, "MAX_LINE_BYTES", 200)
-    path, good = tmp_path / "events.jsonl", b'{"kind": "b"}\n'
+    path, good = tmp_path / "events.jsonl", line("b")
     tail = EventTail(path)
     path.write_bytes(good + b'{"kind": "a", "text": "' + b"x" * 250)
-    assert [event["kind"] for event in tail.read_new()] == ["b"]
+    assert [event["fault"] for event in tail.read_new()] == ["b"]
     for more in (b"x" * 30, b"x" * 500):
         with path.open("ab") as file:
             file.write(more)
         assert tail.read_new() == []
     with path.open("ab") as file:
         file.write(b'"}\n' + good)
-    assert [event["kind"] for event in tail.read_new()] == ["b"]
+    assert [event["fault"] for event in tail.read_new()] == ["b"]
     assert max(map(len, LineReader(path).read_new())) == len(good)
     longest = b'{"kind": "c"' + b" " * (200 - 14) + b"}\n"
     path.write_bytes(longest + b" " + longest)
@@ -117,12 +121,12 @@ def test_a_tail_reads_each_event_once_and_one_that_is_being_written_when_it_is_w
     path = tmp_path / "events.jsonl"
     tail = EventTail(path)
     assert tail.read_new() == [], "no file yet"
-    path.write_bytes(b'{"kind": "a", "text": "\xe2\x80\xa8"}\nnonsense\n{"kind": "b"}\n{"kind": ')
-    assert [event["kind"] for event in tail.read_new()] == ["a", "b"]
+    path.write_bytes(line("\u2028") + b"nonsense\n" + line("b") + line("c")[:20])
+    assert [event["fault"] for event in tail.read_new()] == ["\u2028", "b"]
     assert tail.read_new() == []
     with path.open("ab") as file:
-        file.write(b'"c"}\n')
-    assert [event["kind"] for event in tail.read_new()] == ["c"]
+        file.write(line("c")[20:])
+    assert [event["fault"] for event in tail.read_new()] == ["c"]
 
 
 def test_the_last_attempt_begins_at_the_last_run_started(tmp_path: Path) -> None:

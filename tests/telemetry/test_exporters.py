@@ -20,6 +20,7 @@ from ringweave.launcher.node_context import free_port
 from ringweave.telemetry import RunTail, exporters
 from ringweave.telemetry.run_metrics import COUNTER, METRICS, RunMetrics
 from tests.polling import wait_until
+from tests.telemetry.examples import example
 from tests.telemetry.test_verdict import traffic, window
 
 NUM_RANKS = 8
@@ -34,8 +35,8 @@ def needs(module: str) -> pytest.MarkDecorator:
 def run_events() -> list[dict[str, Any]]:
     """A run of eight ranks in a ring, with everything that has a metric."""
     events: list[dict[str, Any]] = [
-        {"time": 0.0, "kind": "training_prepared", "shares": list(range(1, NUM_RANKS + 1))},
-        {"time": 0.1, "kind": "generation_begun", "members": ["0.0"], "term": 1, "number": 1},
+        example("training_prepared", time=0.0, shares=list(range(1, NUM_RANKS + 1))),
+        example("generation_begun", time=0.1, members=["0.0"], term=1, number=1),
     ]
     for number in range(3):
         events += [window(rank, number, exchange_s=1.5 + 0.1 * rank) for rank in range(NUM_RANKS)]
@@ -43,11 +44,11 @@ def run_events() -> list[dict[str, Any]]:
     row = {"collectives": 5, "bytes": 640, "messages": 1}
     events += [
         {"time": 31.0, "kind": "collectives", "rank": 1, "group": "0", "by_schedule": {"ring": row}},
-        {"time": 31.0, "kind": "iterations_done", "rank": 0, "iterations": 300, "loss": 0.25},
+        example("iterations_done", time=31.0, rank=0, iterations=300, loss=0.25),
         {"time": 32.0, "kind": "member_lost", "member": "3.0", "reason": "it is gone", "term": 1},
-        {"time": 33.5, "kind": "generation_begun", "members": ["0.0"], "term": 1, "number": 2},
-        {"time": 33.6, "kind": "params_counted", "staleness": {"0": 7, "2": 1}},
-        {"time": 33.7, "kind": "worker_exited", "rank": 3, "stopped": False, "signal": "SIGKILL", "exit_code": None},
+        example("generation_begun", time=33.5, members=["0.0"], term=1, number=2),
+        example("params_counted", time=33.6, staleness={"0": 7, "2": 1}),
+        example("worker_exited", time=33.7, rank=3, stopped=False, signal="SIGKILL", exit_code=None),
     ]
     return sorted(events, key=lambda event: event["time"])
 

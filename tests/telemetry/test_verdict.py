@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from ringweave.telemetry import verdict
+from tests.telemetry.examples import example
 
 STEPS = 100
 QUIET = {"throttled_s": 0.0, "collections_s": 0.0, "major_faults": 0, "memory_stall_s": 0.0, "disk_stall_s": 0.0}
@@ -233,3 +234,35 @@ def test_time_after_deaths_is_lost_to_restarts() -> None:
     (loss,) = verdict.find_losses([*events, death])
     assert (loss.cause, loss.rank) == ("restarts", None)
     assert loss.evidence.startswith("Killed workers: 1. Rank 0 made no step for 20 s of 50 s.")
+
+
+def tuned(rank: int = 0, trials: int = 20, trials_s: float = 5.0, **changes: Any) -> dict[str, Any]:
+    """Twenty trials, of which those of one candidate were slow."""
+    event = example("schedule_tuned", time=5.0, rank=rank, schedule="ring", bytes=4_000_000, trials=trials)
+    return event | {"measured_s": {"native": 0.25, "ring": 0.05}, "trials_s": trials_s} | changes
+
+
+def test_trials_cost_what_they_took_beyond_the_schedule_that_won() -> None:
+    events = [*healthy(), tuned(), tuned(rank=2, trials_s=2.0)]
+    (loss,) = verdict.find_losses(events)
+    assert (loss.cause, loss.rank) == ("trials", None)
+    assert loss.cost == loss.gain == pytest.approx((5.0 - 20 * 0.05) / 30.0), "of the rank that has most of them"
+    assert loss.text() == (
+        "trials: 13% of the time is lost (measured). 20 trials of schedules took 5 s of 30 s, 4 s more than by the "
+        "fastest ones. Of 4 MB: native 250 ms, ring 50 ms. Keep the tuning cache (XDG_CACHE_HOME/ringweave/tuning) "
+        "from run to run: what it has is not tried again; or ringweave run --schedule ring. Predicted gain: 13% of the "
+        "time."
+    )
+    (both,) = verdict.find_losses([*events, tuned(schedule="native", measured_s={"native": 0.05, "ring": 0.1})])
+    assert both.cost == pytest.approx(8.0 / 30.0)
+    assert "--schedule" not in both.text(), "no single schedule has won"
+
+
+@pytest.mark.parametrize("changes", [{"trials_s": 3.9}, {"trials": 0, "trials_s": 0.0}, {"measured_s": {}}])
+def test_trials_that_cost_little_are_not_named(changes: dict[str, Any]) -> None:
+    assert verdict.find_losses([*healthy(), tuned(**changes)]) == []
+
+
+def test_trials_of_a_script_without_prepare_are_known_too() -> None:
+    events = [*ring_traffic({}), tuned(trials_s=5.0)]
+    assert [loss.cause for loss in verdict.find_losses(events)] == ["trials"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from ringweave.cli import job_options
+from ringweave.cli.echo import echo
 from ringweave.errors import UsageError, explain
 from ringweave.platforms.api import JobView, Platform
 from ringweave.telemetry import RunTail, exporters
@@ -35,6 +36,8 @@ def follow_run(
             target.export(events)
         if was_over and not events:
             metrics.finish()
+            if tail.unread.count:
+                echo(f"ringweave: {tail.unread.text()}", err=True)
             return
         if not events:
             sleep(POLL_S)

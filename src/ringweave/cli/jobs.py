@@ -12,7 +12,7 @@ from ringweave import telemetry, units
 from ringweave.cli import job_options
 from ringweave.cli.echo import echo
 from ringweave.cli.follow import format_log_line, wait_until_gone, watch_job
-from ringweave.errors import UsageError, explain
+from ringweave.errors import LaunchError, UsageError, explain
 from ringweave.platforms import api
 from ringweave.platforms.api import JobView, LogQuery, NodeView
 from ringweave.telemetry import verdict
@@ -217,16 +217,22 @@ def why(place: str, output: str, name: str) -> int:
     """Show why JOB does not run or how it ended, with a hint, and what it loses time to.
 
     Losses are measured: the rank that others wait for, its cause, and a remedy. In scripts without ringweave.prepare
-    the cause is less exact. Those of a run on hosts are known after its end.
+    the cause is less exact.
     """
-    job = job_options.open_user_platform(place).job(name)
+    platform = job_options.open_user_platform(place)
+    job, unread = platform.job(name), telemetry.UnreadRecords()
     keys = ("name", "state", "reason")
     content = api.job_view_document(job)
     nodes = [{key: node[key] for key in (*keys, "attempts")} for node in content["nodes"]]
-    losses = verdict.find_losses(telemetry.read_run(job.files)) if job.files else []
+    losses, notes = [], []
+    try:
+        losses = verdict.find_losses(api.read_events(platform, job, unread))
+        notes = [unread.text()] if unread.count else []
+    except LaunchError as error:
+        notes = [f"Its losses are not known: {error}"]
     document = {key: content[key] for key in keys} | {"nodes": nodes, "losses": [asdict(each) for each in losses]}
-    lines = [*reason_lines(job), *(each.text() for each in losses)]
-    job_options.print_answer(output, document, lambda: lines)
+    lines = [*reason_lines(job), *(each.text() for each in losses), *notes]
+    job_options.print_answer(output, document | {"notes": notes}, lambda: lines)
     return 0
 
 

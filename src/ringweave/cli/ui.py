@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import TextIO
 
 import click
 
@@ -38,14 +39,16 @@ def command(place: str | None, host: str, port: int, name: str) -> int:
 @click.command
 @ON_OPTION
 @click.option("--html", "path", required=True, metavar="FILE", help="File to write.")
+@click.option("--preface", type=click.File(encoding="utf-8"), help="HTML to put before it; it may have no scripts.")
 @JOB_ARGUMENT
-def report(place: str | None, path: str, name: str) -> int:
+def report(place: str | None, path: str, preface: TextIO | None, name: str) -> int:
     """Write the page of JOB, or of the run of a run directory, to one HTML file, which needs no network."""
     file_io.check_writable("--html", path)
     source = _open_source(place, name)
     source.read_all()
     sections = run_model.dump_sections(source.sections() | {"written_s": time.time()})
-    file_io.write_output("--html", path, html_report.report_html(sections))
+    html = html_report.report_html(sections, preface.read() if preface else "")
+    file_io.write_output("--html", path, html)
     echo(f"ringweave: {name}: {path}, {Path(path).stat().st_size / 1e6:.2f} MB")
     return 0
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from ringweave import ports
 from ringweave.environment import ENCRYPT, WorkerEnvironment
 from ringweave.errors import UsageError, explain
 
@@ -106,7 +107,7 @@ def _listen_at(host: str, port: int) -> socket.socket | None:
     """
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=_STORE_BACKLOG)
+        return ports.defer_accept(socket.create_server((host, port), family=family, backlog=_STORE_BACKLOG))
     except (ValueError, OSError):
         return None
 

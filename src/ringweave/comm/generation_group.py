@@ -268,7 +268,7 @@ class GenerationGroups:
             self._doors.append(self._tunnel.open_door(door, target, revokes=self.revokes))
             while len(self._doors) > _NUM_HELD_STORES:
                 self._doors.pop(0).close_soon()
-        port = listener.getsockname()[1]
+        port = ports.defer_accept(listener).getsockname()[1]
         return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
     def _replace_gate(self, host: str, port: int) -> tuple[str, int]:

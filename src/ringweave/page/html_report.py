@@ -28,11 +28,12 @@ def static_text(name: str) -> str:
     return (resources.files("ringweave.page") / "static" / name).read_text(encoding="utf-8")
 
 
-def report_html(sections: Mapping[str, str]) -> str:
+def report_html(sections: Mapping[str, str], preface: str = "") -> str:
     """Return the whole report.
 
     Args:
         sections: Name -> JSON text without `<`, as of `run_model.dump_sections`.
+        preface: HTML that comes before all sections. The page's policy takes no script, style or file of it.
     """
     data = ",".join(f'"{name}":{text}' for name, text in sections.items())
     page = static_text(PAGE)
@@ -42,7 +43,8 @@ def report_html(sections: Mapping[str, str]) -> str:
     page = _STYLE.sub(lambda match: f"<style>{styles[match.group(1)]}</style>", page)
     page = _SCRIPT.sub(lambda match: f"<script>{scripts[match.group(1)]}</script>", page)
     page = page.replace("<title>", f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<title>', 1)
-    return page.replace("<!-- data -->", f'<script type="application/json" id="data">{{{data}}}</script>', 1)
+    page = page.replace("<!-- data -->", f'<script type="application/json" id="data">{{{data}}}</script>', 1)
+    return page.replace("<!-- preface -->", preface, 1)
 
 
 def _hash_source(text: str) -> str:

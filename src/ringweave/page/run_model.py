@@ -26,7 +26,7 @@ from ringweave.page.aggregation import (
 from ringweave.plots import plan_plot
 from ringweave.plots.plan_plot import OutlineItem
 from ringweave.schedules import wire_formats
-from ringweave.telemetry import EVENT_KINDS, Event, verdict
+from ringweave.telemetry import EVENT_KINDS, Event, UnreadRecords, verdict
 from ringweave.topology import CORE, Cluster, Device, Nic, Node, Switch
 
 RECENT_S = 60.0
@@ -114,9 +114,10 @@ def dump_sections(sections: Mapping[str, Any]) -> dict[str, str]:
 class RunModel:
     """Everything that the page says about a run, but for its state and its logs."""
 
-    def __init__(self) -> None:
+    def __init__(self, unread: UnreadRecords | None = None) -> None:
+        """`unread` has what the reader of the events has left out."""
         self._timeline = RunTimeline()
-        self._num_events = self._num_broken = 0
+        self._num_events, self._unread = 0, unread or UnreadRecords()
         self.begin_attempt()
 
     def begin_attempt(self, round_: int | None = None) -> None:
@@ -141,8 +142,8 @@ class RunModel:
         self._num_events += 1
         try:
             self._add(event)
-        except _BROKEN:
-            self._num_broken += 1
+        except _BROKEN as error:
+            self._unread.add(f"{event.get('kind')} ({type(error).__name__})")
 
     def _add(self, event: Event) -> None:
         kind, time_s = event["kind"], float(event["time"])
@@ -254,7 +255,11 @@ class RunModel:
             "stages": self._stages(),
             "timeline": self._timeline.document(),
             "events": self._event_rows(),
-            "counts": {"events": self._num_events, "broken": self._num_broken},
+            "counts": {
+                "events": self._num_events,
+                "unread": self._unread.count,
+                "unread_text": show_text(self._unread.text()),
+            },
         }
         return sections | {"left_out": self._left_out(sections, is_over=is_over)}
 

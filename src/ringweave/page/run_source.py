@@ -1,5 +1,8 @@
 """Source of a page: reads a job's state, the events of its run directories, and the output of its workers."""
 
+import contextlib
+import math
+import queue
 import re
 import threading
 import time
@@ -9,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ringweave import telemetry, topology
-from ringweave.errors import RingweaveError
+from ringweave.errors import LaunchError, RingweaveError, UnknownJobError
 from ringweave.launcher.run_dir import RunDir
 from ringweave.page.aggregation import Document
 from ringweave.page.run_model import RunModel, show_text
@@ -28,45 +31,85 @@ MAX_LOG_LINES = 300
 """Last lines of a worker that are shown."""
 MAX_LOG_CHARACTERS = 2_000_000
 """Characters of the output of all workers together."""
+MAX_WAITING_LINES = 10_000
+"""Lines of event logs that have come from another machine and are not read yet."""
+RETRY_S = 2.0
+"""Time after which a platform that did not answer is asked for its logs again."""
 _ROUND = re.compile(r"round-(\d+)")
 
 
 class RunSource:
-    """Reads one job or run, again and again; all calls are made by one thread at a time."""
+    """Reads one job or run, again and again; all calls are made by one thread at a time.
+
+    Event logs are read from their files, or, where these are on other machines, from the platform beside the output.
+    """
 
     def __init__(self, platform: Platform, name: str, clock: Callable[[], float] = time.time) -> None:
         """`platform` knows the job of that name."""
         self._platform, self._name, self._clock = platform, name, clock
-        self._directory = run_directory.find_run_dir(name)
-        self._model, self._logs = RunModel(), WorkerOutput()
-        self._tails: dict[Path, telemetry.EventTail] = {}
-        self._attempt, self._view, self._viewed_s = -1, self._read_view(), clock()
+        is_run = isinstance(platform, run_directory.RunDirectoryPlatform)
+        self._directory = run_directory.find_run_dir(name) if is_run else None
+        self._logs, self._streamed = WorkerOutput(), queue.Queue[LogLine | None](MAX_WAITING_LINES)
+        self._view, self._viewed_s = self._read_view(), clock()
+        self._has_files = self._directory is not None or api.are_files_here(self._view)
         self._cluster: tuple[int, Cluster | None] = (0, None)
         self._trouble = ""
+        self._begin_anew()
         self._news = self._read_news()
+
+    def _begin_anew(self) -> None:
+        """Forget all events."""
+        self._unread, self._attempt = telemetry.UnreadRecords(), -1
+        self._model = RunModel(self._unread)
+        self._tails: dict[Path, telemetry.EventTail] = {}
 
     def follow_logs(self) -> None:
         """Read the output of workers from now on, in a thread of its own."""
-        query = LogQuery(follow=True)
-        threading.Thread(target=self._logs.read, args=(self._platform, self._name, query), daemon=True).start()
+        threading.Thread(target=self._follow_logs, daemon=True).start()
+
+    def _follow_logs(self) -> None:
+        query = LogQuery(follow=True, events="none" if self._has_files else "also")
+        while not self._logs.read(self._platform, self._name, query, self._streamed.put):
+            time.sleep(RETRY_S)
+            if not self._has_files:
+                self._streamed.put(None)  # all of them come again
 
     def read_all(self) -> None:
         """Read events and output up to their ends."""
         while self.poll():
             pass
-        self._logs.read(self._platform, self._name, LogQuery())
+        query = LogQuery(events="none" if self._has_files else "also")
+        self._logs.read(self._platform, self._name, query, lambda line: self._add_until(self._parse_streamed(line)))
 
     def poll(self, limit_s: float = SLICE_S) -> bool:
         """Read what is new, for at most so long; return whether there is more."""
         now_s = self._clock()
-        if now_s - self._viewed_s >= STATE_INTERVAL_S and not self._view.state.is_end:
+        # One whose events come from elsewhere may be removed after its end: its files are here then.
+        if now_s - self._viewed_s >= STATE_INTERVAL_S and not (self._view.state.is_end and self._has_files):
             self._viewed_s = now_s
-            try:
-                self._view, self._trouble = self._read_view(), ""
-            except RingweaveError as error:
-                self._trouble = str(error)
-        deadline_s = time.monotonic() + limit_s
-        for attempt, is_round, event in self._news:
+            self._update_view()
+        has_more = self._add_until(self._news, time.monotonic() + limit_s)
+        if not has_more:
+            self._news = self._read_news()
+        return has_more
+
+    def _update_view(self) -> None:
+        try:
+            self._view, self._trouble = self._read_view(), ""
+        except UnknownJobError as error:
+            was_elsewhere = not self._has_files and self._view.files
+            directory = run_directory.find_run_dir(self._view.files) if was_elsewhere else None
+            self._trouble = "" if directory else str(error)
+            if directory is not None:
+                self._directory, self._has_files = directory, True
+                self._view, self._news = self._read_view(), self._read_news()
+                self._begin_anew()
+        except RingweaveError as error:
+            self._trouble = str(error)
+
+    def _add_until(self, news: Iterator[tuple[int, bool, Event]], deadline_s: float = math.inf) -> bool:
+        """Add events until then; return whether there may be more."""
+        for attempt, is_round, event in news:
             if attempt > self._attempt:
                 self._attempt = attempt
                 self._model.begin_attempt(attempt if is_round else None)
@@ -74,7 +117,6 @@ class RunSource:
                 self._model.add(event)
             if time.monotonic() > deadline_s:
                 return True
-        self._news = self._read_news()
         return False
 
     def sections(self) -> dict[str, Any]:
@@ -85,7 +127,7 @@ class RunSource:
         ]
         rows = sections["events"]["rows"]
         sections["events"]["rows"] = sorted([*job_events, *rows], key=lambda row: row["time_s"])
-        if not self._tails:
+        if not sections["counts"]["events"]:
             sections["left_out"] = [self._missing_log_text()]
             sections["progress"] |= self._node_progress()
         return sections | {"head": self._head(), "logs": self._logs.document()}
@@ -130,8 +172,8 @@ class RunSource:
 
     def _missing_log_text(self) -> str:
         """Return why most of the page is empty."""
-        later = ": it comes when the run ends" if self._view.platform == "hosts" and not self._view.state.is_end else ""
-        return f"Everything that workers measure: their event log is not on this machine{later}. ({self._view.files})"
+        yet = "" if self._view.state.is_end else " yet"
+        return f"Everything that workers measure: no event of theirs has come{yet}. ({self._view.files})"
 
     def _node_progress(self) -> Document:
         """Return train steps and loss as the platform knows them, of the node that is ahead."""
@@ -146,17 +188,29 @@ class RunSource:
 
     def _read_news(self) -> Iterator[tuple[int, bool, Event]]:
         """Yield (number of the attempt, whether it is a job's round, event) of what is new, earlier rounds first."""
+        with contextlib.suppress(queue.Empty):
+            while not self._has_files:
+                line = self._streamed.get_nowait()
+                if line is None:
+                    self._begin_anew()
+                else:
+                    yield from self._parse_streamed(line)
         for path in self._event_files():
-            tail = self._tails.setdefault(path, telemetry.EventTail(path))
+            tail = self._tails.setdefault(path, telemetry.EventTail(path, self._unread))
             match = _ROUND.search(str(path))
             for event in tail.iter_new():
                 is_start = event["kind"] == "run_started" and match is None
                 yield (self._attempt + is_start if match is None else int(match.group(1))), match is not None, event
 
+    def _parse_streamed(self, line: LogLine) -> Iterator[tuple[int, bool, Event]]:
+        event = telemetry.parse_event(line.text.encode(), self._unread)
+        if event is not None:
+            yield line.round, True, event
+
     def _event_files(self) -> list[Path]:
-        root = Path(self._view.files) if self._view.files else None
-        if root is None or not root.is_dir():
+        if not self._has_files:
             return []
+        root = Path(self._view.files)
         found = [path for pattern in EVENT_FILES for path in root.glob(pattern)]
         return sorted(found, key=lambda path: (int(match.group(1)) if (match := _ROUND.search(str(path))) else 0, path))
 
@@ -184,13 +238,24 @@ class WorkerOutput:
         self._trouble: str | None = None
         self._lock = threading.Lock()
 
-    def read(self, platform: Platform, name: str, query: LogQuery) -> None:
-        """Read the output of the job up to its end, or until the platform refuses."""
+    def read(self, platform: Platform, name: str, query: LogQuery, add_event: Callable[[LogLine], object]) -> bool:
+        """Read the output of the job up to its end, or until the platform refuses.
+
+        Returns:
+            False if the platform did not answer: then all lines are forgotten.
+        """
         try:
             for line in platform.logs(name, query):
-                self.add(line)
+                add_event(line) if line.is_event else self.add(line)
         except RingweaveError as error:
             self._trouble = str(error)
+            if isinstance(error, LaunchError):
+                with self._lock:
+                    self._lines, self._counts = {}, {}
+                return False
+        else:
+            self._trouble = None
+        return True
 
     def add(self, line: LogLine) -> None:
         """Add a line."""

@@ -5,13 +5,14 @@ import contextlib
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from ringweave import telemetry
 from ringweave.files import file_io
 from ringweave.jobs import records
 from ringweave.jobs.records import AttemptEnd, EndCause, Job, JobRecord, NodeRecord
@@ -186,6 +187,21 @@ def job_view(job: Job, *, platform: str, events: Sequence[EventView] = (), files
     )
 
 
+def are_files_here(view: JobView) -> bool:
+    """Return whether the event logs of a job are on this machine; those of a run on hosts come when it is over."""
+    return view.platform != "hosts" and bool(view.files) and Path(view.files).is_dir()
+
+
+def read_events(platform: "Platform", job: JobView, unread: telemetry.UnreadRecords) -> list[telemetry.Event]:
+    """Return the events of a job's last round by their times: from its files, or by the platform from elsewhere."""
+    if are_files_here(job):
+        return telemetry.read_run(job.files, unread)
+    lines = [line for line in platform.logs(job.name, LogQuery(events="only")) if line.is_event]
+    last = max((line.round for line in lines), default=0)
+    found = [telemetry.parse_event(line.text.encode(), unread) for line in lines if line.round == last]
+    return sorted((event for event in found if event is not None), key=lambda event: event["time"])
+
+
 def unreadable_job(
     name: str, requester: str, created_s: float, reason: Reason, *, num_workers: int = 1, device: str = "cpu"
 ) -> Job:
@@ -271,6 +287,15 @@ class Submission:
     """Objects of the job on its platform, in order, for `--dry-run=full`; a platform may leave them out otherwise."""
 
 
+EventLines = Literal["none", "also", "only"]
+LOG_FILES: Mapping[EventLines, tuple[str, ...]] = {
+    "none": ("logs/rank-*.log",),
+    "also": ("events.jsonl", "logs/rank-*.log"),
+    "only": ("events.jsonl",),
+}
+"""Files of a run directory that a query reads, as patterns."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogQuery:
     """Filter of a job's log lines."""
@@ -283,6 +308,8 @@ class LogQuery:
     """Only this attempt of the nodes; None: all attempts, oldest first."""
     follow: bool = False
     """Wait for more lines until the job has ended."""
+    events: EventLines = "none"
+    """Whether to yield also the event logs of run directories, or these only; without them where a rank is named."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -294,9 +321,11 @@ class LogLine:
     round: int
     """Round of the job: an attempt whose node was restarted has one log for each round."""
     rank: int | None
-    """Global rank of the worker; None: the agent's log, or a remark about a log."""
+    """Global rank of the worker; None: the agent's log, an event log, or a remark about a log."""
     text: str
     """Without the end of the line."""
+    is_event: bool = False
+    """A line of an event log (docs/reference/events.md)."""
 
 
 class Platform(abc.ABC):
@@ -339,4 +368,4 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
-        """Yield the output of its workers, of all attempts until the job is deleted."""
+        """Yield the output of its workers, of all attempts until the job is deleted; and their events, if asked."""

@@ -4,14 +4,16 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ringweave.platforms.api import LogLine, LogQuery
+from ringweave.platforms.api import LOG_FILES, LogLine, LogQuery
 
 FOLLOW_INTERVAL_S = 0.2
 """Time between two polls of logs that may grow."""
 MAX_READ_BYTES = 4 * 2**20
 """Text of a log, and of all logs of another host, that is read at a time."""
+EVENTS = "events"
+"""In place of a rank in the name of an event log."""
 NewText = tuple[str, int, bytes]
-"""Log (`NODE/ATTEMPT/ROUND/RANK`), position after the text, text."""
+"""Log (`NODE/ATTEMPT/ROUND/RANK`, or `.../events`), position after the text, text."""
 
 
 _ALL_LOGS = LogQuery()
@@ -26,12 +28,13 @@ def find_logs(runs: Path, which: LogQuery = _ALL_LOGS) -> list[tuple[str, Path]]
     """
     found = []
     with contextlib.suppress(FileNotFoundError):  # the job is being removed
-        for path in runs.glob("*/*/round-*/logs/rank-*.log"):
-            node, attempt, round_ = path.parts[-5:-2]
-            rank = int(path.stem.removeprefix("rank-"))
-            if _is_wanted(node, int(attempt), rank, which):
-                found.append((int(attempt), int(round_.removeprefix("round-")), node, rank, path))
-    return [(f"{node}/{attempt}/{round_}/{rank}", path) for attempt, round_, node, rank, path in sorted(found)]
+        for path in (path for each in LOG_FILES[which.events] for path in runs.glob(f"*/*/round-*/{each}")):
+            node, attempt, round_ = path.relative_to(runs).parts[:3]
+            name = path.stem.removeprefix("rank-")
+            if _is_wanted(node, int(attempt), _rank_of(name), which):
+                order = int(attempt), int(round_.removeprefix("round-")), node, name.zfill(9)
+                found.append((order, f"{node}/{attempt}/{order[1]}/{name}", path))
+    return [(name, path) for _, name, path in sorted(found)]
 
 
 def read_new_text(
@@ -87,12 +90,17 @@ def follow_logs(
 
 
 def _lines(name: str, lines: Sequence[bytes], which: LogQuery) -> Iterator[LogLine]:
-    node, attempt, round_, rank = name.split("/")
-    if _is_wanted(node, int(attempt), int(rank), which):
+    node, attempt, round_, last = name.split("/")
+    rank = _rank_of(last)
+    if _is_wanted(node, int(attempt), rank, which):
         for line in lines:
-            text = line.decode(errors="replace")
-            yield LogLine(node=node, attempt=int(attempt), round=int(round_), rank=int(rank), text=text)
+            text, is_event = line.decode(errors="replace"), rank is None
+            yield LogLine(node=node, attempt=int(attempt), round=int(round_), rank=rank, text=text, is_event=is_event)
 
 
-def _is_wanted(node: str, attempt: int, rank: int, which: LogQuery) -> bool:
+def _rank_of(name: str) -> int | None:
+    return None if name == EVENTS else int(name)
+
+
+def _is_wanted(node: str, attempt: int, rank: int | None, which: LogQuery) -> bool:
     return which.node in (None, node) and which.rank in (None, rank) and which.attempt in (None, attempt)

@@ -74,7 +74,8 @@ class RemotePlatform(Platform):
 
     def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
         filters = {"node": which.node, "rank": which.rank, "attempt": which.attempt}
-        query = {key: value for key, value in filters.items() if value is not None} | {"follow": int(which.follow)}
+        query = {key: value for key, value in filters.items() if value is not None}
+        query |= {"follow": int(which.follow), "events": which.events}
         connection, response = self._open_response(
             "GET", f"{JOBS_PATH}/{quote(name, safe='')}/logs?{urlencode(query)}", may_be_silent=True
         )

@@ -131,11 +131,16 @@ class _AdapterHandler(BaseHTTPRequestHandler):
                 do = "Leave it out for all"
                 raise JobError(explain(key, got=query[key][0], expected="a whole number", do=do)) from error
 
+        events = query.get("events", ["none"])[0]
+        if events not in api.LOG_FILES:
+            expected = f"one of {', '.join(api.LOG_FILES)}"
+            raise JobError(explain("events", got=events, expected=expected, do="Leave it out for none"))
         which = LogQuery(
             node=query.get("node", [None])[0],
             rank=number("rank"),
             attempt=number("attempt"),
             follow=query.get("follow") == ["1"],
+            events=events,
         )
         lines = self._adapter.platform.logs(name, which)
         self.send_response(200)

@@ -98,7 +98,9 @@ class RunDirectoryPlatform(Platform):
         nodes = {rank: name for name, ranks in _ranks_by_node(_read_record(directory)).items() for rank in ranks}
 
         def find_logs() -> list[tuple[str, Path]]:
-            return [(f"{nodes.get(rank, '')}/1/1/{rank}", path) for rank, path in directory.logs_by_rank().items()]
+            events = [] if which.events == "none" else [(f"/1/1/{job_logs.EVENTS}", directory.events)]
+            ranks = {} if which.events == "only" else directory.logs_by_rank()
+            return [*events, *((f"{nodes.get(rank, '')}/1/1/{rank}", path) for rank, path in ranks.items())]
 
         return job_logs.follow_logs(
             lambda positions: job_logs.read_new_text(find_logs(), positions),

@@ -3,8 +3,10 @@
 import json
 import logging
 import os
+import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import UsageError, explain, printable
+from ringweave.errors import UsageError, explain, printable, shorten
 from ringweave.files import file_io
 from ringweave.telemetry.kinds import EVENT_KINDS, EVENTS_FORMAT
 
@@ -20,6 +22,9 @@ Event = dict[str, Any]
 
 MAX_LINE_BYTES = file_io.MAX_JSON_BYTES
 """Longest line of an event; the longest events list every link of a large cluster. Longer lines are skipped."""
+
+MAX_FLAWS = 12
+"""Different flaws of unread lines that are named; further ones are counted together."""
 
 _LOGGER = logging.getLogger("ringweave")
 
@@ -65,14 +70,38 @@ class EventLog:
             os.close(descriptor)
 
 
-def read_events(path: str | Path) -> Iterator[Event]:
-    """Yield the events in the file, oldest first; none without a file. Torn and overlong lines are skipped.
+class UnreadRecords:
+    """Tally of lines of event logs that could not be read, by their flaws."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def add(self, flaw: str) -> None:
+        """Count a line."""
+        self._counts[flaw if flaw in self._counts or len(self._counts) < MAX_FLAWS else "other flaws"] += 1
+
+    @property
+    def count(self) -> int:
+        """Number of lines so far."""
+        return self._counts.total()
+
+    def text(self) -> str:
+        """Return a sentence about them; empty without any."""
+        found = ", ".join(f"{flaw} ({count})" for flaw, count in sorted(self._counts.items()))
+        records = "1 record of the event log" if self.count == 1 else f"{self.count} records of the event log"
+        return f"{records} could not be read: {found}." if found else ""
+
+
+def read_events(path: str | Path, unread: UnreadRecords | None = None) -> Iterator[Event]:
+    """Yield the events in the file, oldest first; none without a file.
+
+    Lines that are no event as its kind has to be are counted in `unread`, and skipped; so are overlong lines.
 
     Raises:
         UsageError: An attempt in it has events of another format.
     """
     for line in LineReader(path).read_new():
-        event = parse_event(line)
+        event = parse_event(line, unread)
         if event is not None:
             _check_format(event, path)
             yield event
@@ -110,12 +139,12 @@ class LineReader:
 class EventTail:
     """Reads events as they are added to a file."""
 
-    def __init__(self, path: str | Path) -> None:
-        """`path` need not exist yet."""
-        self._path, self._lines = path, LineReader(path)
+    def __init__(self, path: str | Path, unread: UnreadRecords | None = None) -> None:
+        """`path` need not exist yet; `unread` counts lines that are no event as its kind has to be."""
+        self._path, self._lines, self._unread = path, LineReader(path), unread
 
     def read_new(self) -> list[Event]:
-        """Return events added since the last call, oldest first. Torn lines are skipped; an unfinished one comes later.
+        """Return events added since the last call, oldest first; an unfinished line comes later.
 
         Raises:
             OSError: The file cannot be read, and there were no new events.
@@ -123,7 +152,7 @@ class EventTail:
         """
         found: list[Event] = []
         try:
-            found += filter(None, map(parse_event, self._lines.read_new()))
+            found += self._parse_new()
         except OSError:
             if not found:
                 raise
@@ -133,9 +162,15 @@ class EventTail:
 
     def iter_new(self) -> Iterator[Event]:
         """Yield the same events one by one, with one of them in memory; an error comes where it is met."""
-        for event in filter(None, map(parse_event, self._lines.read_new())):
+        for event in self._parse_new():
             _check_format(event, self._path)
             yield event
+
+    def _parse_new(self) -> Iterator[Event]:
+        for line in self._lines.read_new():
+            event = parse_event(line, self._unread)
+            if event is not None:
+                yield event
 
 
 class RunTail:
@@ -148,6 +183,8 @@ class RunTail:
         """`folder` is a run directory, or that of a job's files; it need not exist yet."""
         self._folder, self._round = Path(folder), -1
         self._tails: dict[Path, EventTail] = {}
+        self.unread = UnreadRecords()
+        """Lines that were no event as its kind has to be."""
 
     def read_new(self) -> list[Event]:
         """Return events added since the last call, by their times.
@@ -158,8 +195,8 @@ class RunTail:
         last, paths = find_event_files(self._folder)
         if last != self._round:
             self._round, self._tails = last, {}
-        found = [event for path in paths for event in self._tails.setdefault(path, EventTail(path)).read_new()]
-        return sorted(found, key=lambda event: event.get("time", 0.0))
+        tails = [self._tails.setdefault(path, EventTail(path, self.unread)) for path in paths]
+        return sorted((event for tail in tails for event in tail.read_new()), key=lambda event: event["time"])
 
 
 def find_event_files(folder: str | Path) -> tuple[int, list[Path]]:
@@ -174,18 +211,18 @@ def find_event_files(folder: str | Path) -> tuple[int, list[Path]]:
     return last, sorted(path for path, number in rounds.items() if number == last)
 
 
-def read_run(folder: str | Path) -> list[Event]:
+def read_run(folder: str | Path, unread: UnreadRecords | None = None) -> list[Event]:
     """Return the events of the last attempt of a run, or of its last round on all nodes, by their times."""
     last, paths = find_event_files(folder)
     if not last:
-        return read_last_attempt(paths[0])
-    return sorted((event for path in paths for event in read_events(path)), key=lambda event: event.get("time", 0.0))
+        return read_last_attempt(paths[0], unread)
+    return sorted((event for path in paths for event in read_events(path, unread)), key=lambda event: event["time"])
 
 
-def read_last_attempt(path: str | Path) -> list[Event]:
+def read_last_attempt(path: str | Path, unread: UnreadRecords | None = None) -> list[Event]:
     """Return the events since the last `run_started`: those of the newest attempt in a run directory."""
     events: list[Event] = []
-    for event in read_events(path):
+    for event in read_events(path, unread):
         if event["kind"] == "run_started":
             events.clear()
         events.append(event)
@@ -216,13 +253,166 @@ def _check_fields(kind: str, fields: dict[str, object]) -> None:
         )
 
 
-def parse_event(line: bytes) -> Event | None:
-    """Parse the event in a line; None if it is torn, or something else."""
+def parse_event(line: bytes, unread: UnreadRecords | None = None) -> Event | None:
+    """Parse the event in a line; None, and counted in `unread`, if it is none as its kind has to be."""
     try:
         event = file_io.parse_json(line.decode("utf-8", errors="replace"), MAX_LINE_BYTES)
     except ValueError:
-        return None
-    return event if isinstance(event, dict) and isinstance(event.get("kind"), str) else None
+        event = None
+    flaw = "truncated, or no JSON object with a kind"
+    if isinstance(event, dict) and isinstance(event.get("kind"), str):
+        event = add_later_fields(event)
+        flaw = find_flaw(event)
+    if flaw and unread is not None:
+        unread.add(flaw)
+    return None if flaw else event
+
+
+Check = Callable[[Any], bool]
+"""Returns whether a JSON value is of a type."""
+
+_MAX_NUMBER = 2**63
+"""Numbers beyond it, up or down, are no measurements."""
+_MAX_TIME_S = 10**11
+"""Latest time, in seconds since 1970."""
+_DIGITS, _MEMBER = re.compile(r"\d{1,18}"), re.compile(r"\d{1,18}\.\d{1,18}")
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int and -_MAX_NUMBER < value < _MAX_NUMBER
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and -_MAX_NUMBER < value < _MAX_NUMBER  # not NaN
+
+
+def _is_rate(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < _MAX_NUMBER
+
+
+def _is_any_number(value: Any) -> bool:
+    return type(value) in (int, float)  # also NaN, of training that diverges
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _is_bool(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _is_digits(value: Any) -> bool:
+    return type(value) is str and _DIGITS.fullmatch(value) is not None
+
+
+def _is_member(value: Any) -> bool:
+    """Return whether it is the name of a member of an elastic job, `SLOT.INCARNATION`."""
+    return type(value) is str and _MEMBER.fullmatch(value) is not None
+
+
+def _maybe(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def _list_of(check: Check) -> Check:
+    return lambda value: type(value) is list and all(map(check, value))
+
+
+def _map_of(check_key: Check, check: Check) -> Check:
+    return lambda value: type(value) is dict and all(map(check_key, value)) and all(map(check, value.values()))
+
+
+def _record(**checks: Check) -> Check:
+    return lambda value: (
+        type(value) is dict and all(key in value and check(value[key]) for key, check in checks.items())
+    )
+
+
+_TEXTS = """address binding collective digest expected_fingerprint fault fingerprint folder group mode node outcome part
+    path peer reason refused request_id requested_mode schedule service target text verdict why wire"""
+_BY_NAME: Mapping[str, Check] = {
+    **dict.fromkeys(_TEXTS.split(), _is_text),
+    **dict.fromkeys(("cause", "cluster", "not_searched", "signal", "slow"), _maybe(_is_text)),
+    **dict.fromkeys(("exact", "is_return", "last", "stopped"), _is_bool),
+    **dict.fromkeys(("ahead", "exit_code", "total"), _maybe(_is_int)),
+    **dict.fromkeys(("fixed_bytes", "sample_bytes"), _maybe(_is_number)),
+    **dict.fromkeys(("bound_s_per_byte", "seconds", "train_steps"), _is_number),
+    **dict.fromkeys(("major_faults", "memory_bytes", "read_bytes", "received_bytes", "sent_bytes"), _is_number),
+    **dict.fromkeys(("after", "best", "by_rank", "leaving", "shares", "splits", "starting"), _list_of(_is_int)),
+    **dict.fromkeys(("rings", "sites"), _list_of(_list_of(_is_int))),
+    **dict.fromkeys(("command", "newcomers", "nodes", "switches"), _list_of(_is_text)),
+    "loss": _maybe(_is_any_number),
+    **dict.fromkeys(("new_s", "old_s"), _is_any_number),
+    "member": _is_member,
+    "members": _list_of(_is_member),
+    "rates": _map_of(_is_text, _is_rate),
+    "speeds": _list_of(_is_number),
+}
+"""Checks of fields; of the others, those named `_s` are numbers, and the rest whole numbers."""
+_COUNTS, _NAMES = _record(collectives=_is_int, bytes=_is_int, messages=_is_int), _list_of(_is_text)
+_LINK = _record(sent_bytes=_is_number, busy_s=_is_number, limited_s=_is_number)
+_BY_KIND: Mapping[str, Mapping[str, Check]] = {
+    "blocks_moved": {"before": _list_of(_is_int)},
+    "collectives": {"by_schedule": _map_of(_is_text, _COUNTS)},
+    "group_formed": {"members": _list_of(_is_int)},
+    "move_failed": {"before": _list_of(_is_int)},
+    "outer_step": dict.fromkeys(("samples", "inner_steps", "computing_s"), _list_of(_is_number)),
+    "params_counted": {
+        "rpc": _map_of(_is_text, _map_of(_is_text, _maybe(_is_number))),
+        **dict.fromkeys(("staleness", "pushes"), _map_of(_is_digits, _is_int)),
+    },
+    "params_leader_changed": {"members": _list_of(_is_int)},
+    "partition_solved": {"rates": _list_of(_is_number)},
+    "pipeline_measured": dict.fromkeys(("rates", "compute_s"), _list_of(_is_number)),
+    "residuals_lost": {"members": _NAMES},
+    "schedule_measured": {"predicted_s": _maybe(_is_number)},
+    "schedule_tuned": {
+        "predicted_s": _map_of(_is_text, _maybe(_is_number)),
+        "measured_s": _map_of(_is_text, _is_number),
+    },
+    "traffic_measured": {"links": _map_of(_is_digits, _LINK)},
+}
+"""Checks of fields whose name means another thing elsewhere."""
+_LATER: Mapping[str, Any] = {
+    **dict.fromkeys(("disk_stall_s", "forward_s", "input_processor_s", "memory_stall_s"), 0.0),
+    **dict.fromkeys(("memory_bytes", "read_bytes", "trials", "trials_s"), 0),
+    "part": "",
+    "total": None,
+    "wire": "exact",
+}
+"""Fields that logs of the same format may lack, as they came later, and the values that stand for them."""
+
+
+def _check_of(kind: str, name: str) -> Check:
+    default = _is_number if name.endswith("_s") else _is_int
+    return _BY_KIND.get(kind, {}).get(name, _BY_NAME.get(name, default))
+
+
+_CHECKS = {kind: {name: _check_of(kind, name) for name in EVENT_KINDS[kind].fields} for kind in EVENT_KINDS}
+
+
+def add_later_fields(event: dict[str, Any]) -> dict[str, Any]:
+    """Return the event with the fields of its kind that came later and that it lacks."""
+    known = _CHECKS.get(event["kind"], {})
+    return {**{name: value for name, value in _LATER.items() if name in known}, **event}
+
+
+def find_flaw(event: Mapping[str, Any]) -> str:
+    """Return what is wrong with an event, in a few words; empty if nothing is, or its attempt has another format."""
+    kind = event["kind"]
+    if kind not in _CHECKS:
+        return f"unknown kind {shorten(kind)}"
+    if kind == "run_started" and event.get("format") != EVENTS_FORMAT:
+        return ""
+    if not (_is_number(event.get("time")) and 0 <= event["time"] < _MAX_TIME_S):
+        return f"{kind} with a wrong time"
+    for name, check in _CHECKS[kind].items():
+        if name not in event:
+            return f"{kind} without {name}"
+        if not check(event[name]):
+            return f"{kind} with a wrong {name}"
+    return ""
 
 
 def print_line(text: str, *, is_error: bool = False) -> None:

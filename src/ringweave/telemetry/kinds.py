@@ -449,6 +449,8 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "bytes": "size of the message of the last trial",
             "predicted_s": "schedule -> predicted seconds, null where nothing is predicted",
             "measured_s": "schedule -> measured seconds: median over its trials of the slowest rank",
+            "trials": "number of trials, those that warm up included",
+            "trials_s": "seconds that they took in all, measured",
         },
     ),
     "plan_changed": EventKind(

@@ -18,6 +18,8 @@ MIN_COST = 0.05
 """Fraction of the time from which on a loss is named."""
 MIN_LINK_COST = 0.2
 """The same for the time of transfers by links that are alike, which no run is without."""
+MIN_TRIALS_COST = 0.1
+"""The same for trials of schedules, which no first run over several nodes is without; they cost a long run little."""
 MIN_STEPS = 20
 """Number of steps from which on there is a verdict; in fewer, starting counts for much."""
 _MIN_WINDOWS = 3
@@ -51,7 +53,7 @@ class Loss:
 
     cause: str
     """`compute`, `forward`, `backward`, `input`, `disk`, `update`, `script`, `work`, `quota`, `collections`, `memory`,
-    `link`, `nic`, or `restarts`."""
+    `link`, `nic`, `trials`, or `restarts`."""
     rank: int | None
     """Rank that the others wait for, or whose link is slow; None if no single one is the cause."""
     cost: float
@@ -113,7 +115,7 @@ def find_losses(events: Sequence[Event]) -> list[Loss]:
     if not windows:
         return []
     mode = next((each["mode"] for each in reversed(events) if each["kind"] == "training_prepared"), "")
-    losses = [*_slow_ranks(windows, mode), *_losses_of_all(windows, events), *_restarts(events)]
+    losses = [*_slow_ranks(windows, mode), *_losses_of_all(windows, events), *_trials(events), *_restarts(events)]
     return sorted((each for each in losses if each.cost >= MIN_COST), key=lambda each: -each.cost)
 
 
@@ -498,15 +500,55 @@ def _is_slow_nic(rank: int, slow: Sequence[tuple[int, int]], rates: Mapping[tupl
     return is_whole and all(rank in pair for pair in slow)
 
 
+def _trials(events: Sequence[Event]) -> list[Loss]:
+    """Return the loss to trials of schedules: what they took beyond as many collectives by the fastest one."""
+    by_rank: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if event["kind"] == "schedule_tuned" and event["schedule"] in event["measured_s"]:
+            by_rank[event["rank"]].append(event)
+    _, total_s = _longest_rank(events)
+    if not by_rank or total_s <= 0:
+        return []
+    tuned = max(by_rank.values(), key=lambda rows: sum(map(_excess_s, rows)))
+    excess_s, trials_s = sum(map(_excess_s, tuned)), sum(each["trials_s"] for each in tuned)
+    largest = max(tuned, key=_excess_s)
+    tried = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in largest["measured_s"].items())
+    winners = {each["schedule"] for each in tuned}
+    evidence = (
+        f"{sum(each['trials'] for each in tuned)} trials of schedules took {trials_s:.3g} s of {total_s:.3g} s, "
+        f"{excess_s:.3g} s more than by the fastest ones. Of {largest['bytes'] / 1e6:.3g} MB: {tried}."
+    )
+    remedy = "Keep the tuning cache (XDG_CACHE_HOME/ringweave/tuning) from run to run: what it has is not tried again"
+    remedy += f"; or ringweave run --schedule {winners.pop()}." if len(winners) == 1 else "."
+    cost = excess_s / total_s
+    loss = Loss(cause="trials", rank=None, cost=cost, evidence=evidence, remedy=remedy, gain=cost)
+    return [loss] if cost >= MIN_TRIALS_COST else []
+
+
+def _excess_s(tuned: Event) -> float:
+    """Return the seconds of trials beyond those of as many collectives by the schedule that won."""
+    return max(0.0, tuned.get("trials_s", 0.0) - tuned.get("trials", 0) * tuned["measured_s"][tuned["schedule"]])
+
+
+def _longest_rank(events: Sequence[Event]) -> tuple[list[Event], float]:
+    """Return the windows of the rank that has most, and the seconds that they span."""
+    kinds = [each["kind"] for each in events]
+    kind = "steps_measured" if "steps_measured" in kinds else "traffic_measured"
+    by_rank: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if event["kind"] == kind:
+            by_rank[event["rank"]].append(event)
+    own = max(by_rank.values(), key=len, default=[])
+    return own, own[-1]["time"] - own[0]["time"] + own[0]["wall_s"] if own else 0.0
+
+
 def _restarts(events: Sequence[Event]) -> list[Loss]:
     """Return the loss to workers that died, if time without steps followed."""
-    measured = [each for each in events if each["kind"] == "steps_measured"]
     deaths = [each for each in events if each["kind"] == "worker_exited" and each["signal"] and not each["stopped"]]
-    if not measured:
+    own, total_s = _longest_rank(events)
+    if not own or own[0]["kind"] != "steps_measured":
         return []
-    rank = max({each["rank"] for each in measured}, key=lambda one: sum(each["rank"] == one for each in measured))
-    own = [each for each in measured if each["rank"] == rank]
-    total_s = own[-1]["time"] - own[0]["time"] + own[0]["wall_s"]
+    rank = own[0]["rank"]
     cost = 1 - sum(each["wall_s"] for each in own) / total_s if total_s > 0 else 0.0
     if not deaths or cost <= 0:
         return []

@@ -10,6 +10,7 @@ import pytest
 
 from ringweave.planning.balancing import SampleAccount
 from ringweave.telemetry import EVENTS_FORMAT
+from tests.telemetry.examples import example
 
 BENCH = Path(__file__).parents[3] / "bench" / "faults"
 STEPS, BEFORE, BACK = 30, 12, 18
@@ -80,7 +81,7 @@ def keep(folder: Path, line: str, target: str = "process 3") -> None:
             counts[event["rank"]] += 1
             event["steps_since_start"] = counts[event["rank"]]
         with (folder / "events.jsonl").open("a", encoding="ascii") as file:
-            file.write(json.dumps(event) + "\n")
+            file.write(json.dumps(example(event["kind"]) | event) + "\n")
     for member, lines in said.items():
         (checks / f"{member}-7.txt").write_text("".join(f"{each}\n" for each in lines), encoding="ascii")
     (checks / "end.json").write_text(json.dumps({"train_step": STEPS, "held_out_loss": 0.5}), encoding="ascii")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ringweave.errors import UsageError
+from tests.telemetry.examples import example
 
 BENCH = Path(__file__).parents[3] / "bench" / "faults"
 CHECK = "0123456789abcdef"
@@ -133,7 +134,7 @@ def test_what_is_wrong_in_the_books_is_said_with_the_figures(
     kills: ModuleType, runs: ModuleType, tmp_path: Path
 ) -> None:
     accounts(runs, tmp_path, "account 0 512 500 12")
-    counted = [{"time": 1.0, "kind": "params_counted", "version": version} for version in (2, 3, 1)]
+    counted = [example("params_counted", version=version) for version in (2, 3, 1)]
     (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in counted))
     of_two = {"0.0": steps(kills, 0, 1.0, 2.0, 3.0), "1.0": steps(kills, 0, 1.0, 2.0, 3.0)}
     found = runs.books(tmp_path, tmp_path, of_two, 1)

@@ -137,6 +137,25 @@ def test_a_plain_hello_with_the_right_token_is_refused() -> None:
     manager.close()
 
 
+def test_silent_strangers_are_cut_although_no_rank_is_waited_for() -> None:
+    (listener,), now_s = open_listeners(["127.0.0.1"], 1), [0.0]
+    own = encryption("1")
+    ranks = tuple(
+        RankInfo(r, RankLocation(f"n{r}", "127.0.0.1"), (listener.endpoint,), own.fingerprint) for r in (0, 1)
+    )
+    manager = ConnectionManager(listener, 0, GroupInfo(ranks, 1, TOKEN, own), 5.0, lambda: now_s[0])
+    with socket.create_connection(listener.tcp_sockets[0].getsockname(), timeout=20) as stranger:
+        while not manager._incoming.pending_sockets():
+            assert manager.accept_peer(0, 1e9) is None
+        assert manager.accept_early() is None
+        assert manager._incoming.pending_sockets()
+        now_s[0] = 11.0
+        while manager._incoming.pending_sockets():
+            assert manager.accept_early() is None
+        assert stranger.recv(1) == b""
+    manager.close()
+
+
 @pytest.fixture
 def echo() -> Iterator[tuple[str, int]]:
     """A plain service on loopback that sends back what it gets."""

@@ -5,10 +5,11 @@ from typing import Any
 
 from ringweave.launcher.restarts import EvictionWatcher, MembershipHistory, read_past_members
 from ringweave.telemetry import EVENTS_FORMAT
+from tests.telemetry.examples import example
 
 
 def epoch(members: list[str], newcomers: list[str]) -> dict[str, Any]:
-    return {"kind": "generation_begun", "members": members, "newcomers": newcomers, "term": 1, "reported_in_term": 1}
+    return example("generation_begun", members=members, newcomers=newcomers, term=1, reported_in_term=1)
 
 
 def test_whoever_was_named_is_a_member_and_has_trained_once_others_had_its_steps() -> None:
@@ -54,7 +55,7 @@ def test_whom_the_log_does_not_know_coordinators_are_asked_about_and_what_they_s
 def test_coordinators_are_not_asked_about_those_whom_the_log_knows_and_it_says_who_has_trained(tmp_path: Path) -> None:
     path, told = tmp_path / "events.jsonl", Told("0.0", "1.1")
     rolls = MembershipHistory(path, told)
-    began = [{"kind": "run_started", "format": EVENTS_FORMAT}, epoch(["0.0", "1.0"], ["0.0", "1.0"])]
+    began = [example("run_started"), epoch(["0.0", "1.0"], ["0.0", "1.0"])]
     path.write_text("".join(f"{json.dumps(event)}\n" for event in began))
     assert rolls.read(["0.0", "1.0"]).members == {"0.0", "1.0"}
     assert told.asked == []
@@ -83,10 +84,10 @@ def test_who_was_put_out_is_so_until_an_epoch_begins_with_it(tmp_path: Path) -> 
             log.writelines(f"{json.dumps(event)}\n" for event in events)
 
     def lost(member: str, reason: str, term: int = 1) -> dict[str, Any]:
-        return {"kind": "member_lost", "member": member, "reason": reason, "term": term}
+        return example("member_lost", member=member, reason=reason, term=term)
 
     def back(member: str, term: int = 1) -> dict[str, Any]:
-        return {"kind": "member_returned", "member": member, "term": term}
+        return example("member_returned", member=member, term=term)
 
     add(lost("7.0", "of an attempt before"))
     found = EvictionWatcher(path)

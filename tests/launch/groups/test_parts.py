@@ -19,6 +19,7 @@ from ringweave.platforms.agent import agent_channel, job_config, node_layout, no
 from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState, RendezvousResult
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
 from ringweave.platforms.agent.node_round import NodeProgress, ProgressReader
+from tests.telemetry.examples import example
 
 MEETING = HostPort(host="10.0.0.1", port=29500)
 
@@ -214,12 +215,12 @@ def test_iterations_are_told_and_read(tmp_path: Path) -> None:
         iterations.done(4)
     assert results.read() == NodeProgress(iterations=4)
     with (tmp_path / "events.jsonl").open("a") as log:
-        log.write('{"kind": "iterations_done", torn\n' + json.dumps({"kind": "iterations_done", "iterations": 9})[:-1])
+        log.write('{"kind": "iterations_done", torn\n' + json.dumps(example("iterations_done", iterations=9))[:-1])
     assert results.read() == NodeProgress(iterations=4)
     with (tmp_path / "events.jsonl").open("ab") as log:
         for rubbish in (b"[" * 100_000, b"\xff\xfe", b"[]", b'"\r"', b"{}"):
             log.write(b'\n{"kind": "iterations_done", "loss": ' + rubbish)
-        log.write(b'\n{"kind": "iterations_done", "iterations": 5, "loss": null}\n')
+        log.write(f"\n{json.dumps(example('iterations_done', iterations=5, loss=None))}\n".encode())
     assert results.read() == NodeProgress(iterations=5)
 
 
@@ -263,15 +264,15 @@ def test_what_deaths_come_to(deaths: list[WorkerFailure], phase: GroupPhase, cau
 
 
 def epoch(number: int, *members: str, term: int = 1) -> dict[str, object]:
-    return {"kind": "generation_begun", "term": term, "number": number, "members": list(members), "part": ""}
+    return example("generation_begun", term=term, number=number, members=list(members), part="")
 
 
 def lost(member: str, reason: str = "no heartbeat") -> dict[str, object]:
-    return {"kind": "member_lost", "member": member, "reason": reason}
+    return example("member_lost", member=member, reason=reason)
 
 
 def back(member: str) -> dict[str, object]:
-    return {"kind": "member_returned", "member": member, "term": 1}
+    return example("member_returned", member=member)
 
 
 FINISHED = "it has finished"

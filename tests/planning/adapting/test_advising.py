@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,11 @@ from ringweave.planning.autotune.tuner import (
 )
 from ringweave.planning.autotune.tuning_messages import TuningReport
 from ringweave.schedules import NATIVE
-from ringweave.telemetry import EVENT_KINDS
+from ringweave.telemetry import EVENT_KINDS, verdict
 from tests.planning.adapting.advising_functions import NIC, SIZE, TEXT, World, cut, steps_until_changed
+from tests.telemetry.examples import example
+
+QUIET = ("throttled_s", "collections_s", "major_faults", "memory_stall_s", "disk_stall_s", "input_s", "update_s")
 
 
 def test_it_tries_the_best_beside_the_host_library_and_keeps_the_fastest() -> None:
@@ -36,6 +40,34 @@ def test_it_tries_the_best_beside_the_host_library_and_keeps_the_fastest() -> No
     assert tuned["schedule"] == taken[-1]
     assert tuned["predicted_s"][NATIVE] is None
     assert all(seconds > 0 for seconds in tuned["measured_s"].values())
+    assert 4 < tuned["trials"] < 30
+    seconds = [world.seconds(name, SIZE) for name in taken[: tuned["trials"]]]
+    assert tuned["trials_s"] == pytest.approx(sum(seconds), rel=0.1)
+
+
+@pytest.mark.parametrize(("num_steps", "is_named"), [(40, True), (400, False)])
+def test_the_verdict_names_the_trials_of_a_run_that_they_cost_much(num_steps: int, is_named: bool) -> None:
+    world = World()
+    world.host_factor, world.compute_s = 12.0, 0.5
+    events: list[dict[str, Any]] = []
+    taken = [world.step()]
+    for _ in range(num_steps - 1):
+        taken.append(world.step())
+        wall_s = taken[-1][1] + world.compute_s
+        shares = {"wall_s": wall_s, "compute_s": world.compute_s, "exchange_s": taken[-1][1], "steps": 1}
+        for rank in range(2):
+            window = example("steps_measured", time=world.now_s, rank=rank, forward_s=0.25, **shares)
+            events.append(window | dict.fromkeys(QUIET, 0.0))
+    (tuned,) = world.of_kind("schedule_tuned")
+    events.append({"time": 0.0, "kind": "schedule_tuned", "rank": 0, "group": "g", **tuned})
+    trials = [seconds for _, seconds in taken[: tuned["trials"]]]
+    best_s = taken[-1][1]
+    found = [loss for loss in verdict.find_losses(events) if loss.cause == "trials"]
+    assert bool(found) is is_named
+    if is_named:
+        whole_s = world.now_s - taken[0][1] - world.compute_s
+        assert found[0].cost == pytest.approx((sum(trials) - len(trials) * best_s) / whole_s, rel=0.01)
+        assert f"{len(trials)} trials of schedules took {sum(trials):.3g} s of {whole_s:.3g} s" in found[0].text()
 
 
 def test_what_simulations_say_is_tried_beside_the_plans_own_choice() -> None:

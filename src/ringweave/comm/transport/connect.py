@@ -92,8 +92,16 @@ class IncomingConnections:
             connection = self._pending.get(descriptor) or self._accept(descriptor)
             if connection is not None and self._advance(connection):
                 return connection.hello, connection.sock
-        self._limiter.cut_overdue()
+        for descriptor in self._limiter.cut_overdue():
+            if (connection := self._pending.get(descriptor)) is not None:
+                self._remove(connection).close()
         return None
+
+    @property
+    def has_overdue(self) -> bool:
+        """True if a connection is silent for too long, or was cut for a later one, while no rank waits for one."""
+        num_accepted = sum(each.call is None for each in self._pending.values())
+        return num_accepted > self._limiter.num_pending or self._limiter.has_overdue
 
     def close(self) -> None:
         for connection in list(self._pending.values()):
@@ -349,11 +357,18 @@ class ConnectionManager:
             incoming = self._incoming.wait_hello(min(left_s, POLL_S))
         except (OSError, ValueError):
             return None  # our connection was cut, which the next round reports
-        if incoming is None:
-            if self._is_probe_due(peer):
-                self._probe_peer(peer)
-            return None
-        hello, sock = incoming
+        if incoming is None and self._is_probe_due(peer):
+            self._probe_peer(peer)
+        return None if incoming is None else self._admit(*incoming)
+
+    def accept_early(self) -> tuple[int, int, socket.socket] | None:
+        """Accept a peer that nobody waits for yet, if others are silent for so long that they have to be cut."""
+        with contextlib.suppress(OSError, ValueError):
+            if self._incoming.has_overdue and (incoming := self._incoming.wait_hello(0.0)) is not None:
+                return self._admit(*incoming)
+        return None
+
+    def _admit(self, hello: bytes, sock: socket.socket) -> tuple[int, int, socket.socket] | None:
         caller = self._identify(hello, sock)
         if caller is None:
             if self._group.encryption is not None:

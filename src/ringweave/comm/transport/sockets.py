@@ -307,6 +307,8 @@ class SocketTransport:
         Raises:
             TransferFailedError: A peer is dead, or did not connect in time.
         """
+        if (early := self._connection_manager.accept_early()) is not None:
+            self._add_rail(*early)
         missing = [peer for peer in peers if peer not in self._connections]
         if not missing:
             return

@@ -141,7 +141,7 @@ class Tunnel:
             if error.errno == errno.EADDRINUSE:
                 raise
             door = socket.create_server(("", port), backlog=_BACKLOG)
-        listener = listen_on_loopback()
+        listener = ports.defer_accept(listen_on_loopback())
         self._store_doors[host, port] = store_port = listener.getsockname()[1]
         self.open_door(door, (LOOPBACK, store_port))
         return store_port, listener

@@ -206,6 +206,11 @@ const draw = {
     }
   },
 
+  counts(counts) {
+    find("unread").hidden = !counts.unread;
+    find("unread").textContent = counts.unread_text;
+  },
+
   left_out(texts) {
     find("left-out-card").hidden = !texts.length;
     find("left-out").replaceChildren(...texts.map(text => element("li", {}, text)));

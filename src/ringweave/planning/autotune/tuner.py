@@ -268,6 +268,8 @@ class CandidateTrials:
         self._round = 0
         self._spent_s = 0.0
         self._num_bytes = 1
+        self.num_trials, self.trials_s = 0, 0.0
+        """Trials so far, and their seconds; with the warm-up round."""
 
     @property
     def next_trial(self) -> str | None:
@@ -311,6 +313,7 @@ class CandidateTrials:
         seconds_per_byte = seconds / num_bytes
         self._num_bytes = num_bytes
         self._spent_s += seconds if self._round else 0.0
+        self.num_trials, self.trials_s = self.num_trials + 1, self.trials_s + seconds
         name = self._queue.pop(0)
         if self._round:
             self._seconds[name].append(seconds_per_byte)
@@ -592,15 +595,9 @@ class Autotuner:
             self._winners_at_nominal_rates[key] = case.chosen
         predicted = {name: self._predicted_s(name, case) for name in case.trials.measured()}
         measured = {name: seconds * num_bytes for name, seconds in case.trials.measured().items()}
-        self._add_event(
-            "schedule_tuned",
-            version=self._plan_version,
-            collective=case.kind,
-            schedule=case.chosen,
-            bytes=num_bytes,
-            predicted_s=predicted,
-            measured_s=measured,
-        )
+        fields = {"version": self._plan_version, "collective": case.kind, "schedule": case.chosen, "bytes": num_bytes}
+        trials = {"trials": case.trials.num_trials, "trials_s": case.trials.trials_s}
+        self._add_event("schedule_tuned", **fields, predicted_s=predicted, measured_s=measured, **trials)
 
     def _predicted_s(self, name: str, case: _ClassTuning) -> float | None:
         """Return None if nothing is predicted, as for the native backend."""

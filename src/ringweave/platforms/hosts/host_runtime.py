@@ -26,6 +26,7 @@ from ringweave.param_server.leadership import LeadershipRecord
 from ringweave.param_server.leadership_log import LogAnswer, RoundLeadership
 from ringweave.platforms import job_logs
 from ringweave.platforms.agent import agent_channel
+from ringweave.platforms.api import EventLines, LogQuery
 from ringweave.platforms.hosts import join_protocol
 from ringweave.platforms.hosts.messages import (
     HOST_ROLE,
@@ -307,16 +308,19 @@ def is_run_process(process: psutil.Process) -> bool:
     return not {SERVICE_MODULE, RELAY_MODULE, AGENT_COMMAND[-1]}.isdisjoint(process.cmdline())
 
 
-def read_new_logs(folder: HostFolder, positions: Mapping[str, int]) -> tuple[list[list[Any]], bytes]:
+def read_new_logs(
+    folder: HostFolder, positions: Mapping[str, int], events: EventLines = "none"
+) -> tuple[list[list[Any]], bytes]:
     """Return the new text of each log, as `[log, end, number of bytes]` and the bytes one after the other.
 
     Args:
         folder: Folder of the run.
-        positions: `NODE/ATTEMPT/ROUND/RANK` -> position in bytes.
+        positions: `NODE/ATTEMPT/ROUND/RANK`, or `.../events` -> position in bytes.
+        events: Whether to return also event logs, or these only.
     """
     pieces: list[list[Any]] = []
     content = b""
-    for name, path in job_logs.find_logs(folder.job.runs_folder):
+    for name, path in job_logs.find_logs(folder.job.runs_folder, LogQuery(events=events)):
         for key, end, text in job_logs.read_new_text([(name, path)], positions, job_logs.MAX_READ_BYTES - len(content)):
             pieces.append([key, end, len(text)])
             content += text
@@ -330,10 +334,11 @@ class HostLogReader:
         self._folder = folder
         self._clients: dict[int, rpc.RpcClient] = {}
 
-    def read(self, host: int, positions: Mapping[str, int]) -> tuple[LogPieces, bytes]:
+    def read(self, host: int, positions: Mapping[str, int], events: EventLines = "none") -> tuple[LogPieces, bytes]:
         """Return the new text of the logs of a host; none if it does not answer, or has not joined."""
+        message = ReadLogs(positions=dict(positions), events=events)
         try:
-            reply = self._client(host).call(ReadLogs(positions=dict(positions)), timeout_s=LOCAL_CALL_TIMEOUT_S)
+            reply = self._client(host).call(message, timeout_s=LOCAL_CALL_TIMEOUT_S)
         except (RpcError, OSError):
             self._clients.pop(host, None)
             return LogPieces(), b""

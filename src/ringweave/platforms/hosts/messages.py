@@ -6,6 +6,7 @@ import pydantic
 
 from ringweave.jobs.records import ObservedGroup
 from ringweave.platforms.agent.agent_channel import AgentStatus
+from ringweave.platforms.api import EventLines
 from ringweave.rpc import RpcMessage
 
 HOST_ROLE = "host"
@@ -173,7 +174,7 @@ class LogPieces(RpcMessage):
     kind: ClassVar[str] = "hosts.log_pieces"
 
     pieces: tuple[tuple[str, int, int], ...] = ()
-    """Log (`NODE/ATTEMPT/ROUND/RANK`), position after this text, and number of bytes of each piece."""
+    """Log (`NODE/ATTEMPT/ROUND/RANK`, or `.../events`), position after this text, and number of bytes of each piece."""
     is_at_rest: bool = True
     """No worker group of this host runs any more."""
 
@@ -185,7 +186,9 @@ class ReadLogs(RpcMessage):
     reply: ClassVar[type[RpcMessage]] = LogPieces
 
     positions: dict[str, int] = pydantic.Field(default_factory=dict)
-    """`NODE/ATTEMPT/ROUND/RANK` -> position in bytes."""
+    """`NODE/ATTEMPT/ROUND/RANK`, or `.../events` -> position in bytes."""
+    events: EventLines = "none"
+    """Whether to return also event logs, or these only."""
 
 
 class JoinAnswer(RpcMessage):

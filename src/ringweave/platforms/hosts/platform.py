@@ -1,6 +1,7 @@
 """Hosts platform as the commands see it: `--on hosts`, for runs started here and for runs that have this host."""
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from ringweave.jobs.admission import AccessPolicy, PermissionCache
 from ringweave.jobs.advance import is_finished
 from ringweave.jobs.request import JobRequest
 from ringweave.platforms import api, job_logs, submission
-from ringweave.platforms.api import EventView, JobView, LogLine, LogQuery, Platform, Submission
+from ringweave.platforms.api import EventLines, EventView, JobView, LogLine, LogQuery, Platform, Submission
 from ringweave.platforms.hosts import host_runtime, join_protocol, run_entry, start
 from ringweave.platforms.hosts.host_list import HostList, HostSpec
 from ringweave.platforms.hosts.messages import RunStatus, RunStatusRequest, RunVerb
@@ -47,8 +48,8 @@ class RunAccess(Protocol):
         """
         ...
 
-    def read_logs(self, positions: dict[str, int]) -> list[LogPiecesOfHost]:
-        """Return the new text of the logs of each host that answers."""
+    def read_logs(self, positions: dict[str, int], events: EventLines) -> list[LogPiecesOfHost]:
+        """Return the new text of the logs, and of event logs if wanted, of each host that answers."""
         ...
 
 
@@ -82,17 +83,16 @@ class StartedRunAccess:
             else:
                 return
 
-    def read_logs(self, positions: dict[str, int]) -> list[LogPiecesOfHost]:
-        found = [self._read_logs(index, positions) for index in range(len(self._open))]
-        joined = [self._read_logs(0, positions, host=host) for host, _ in self._known.joining]
+    def read_logs(self, positions: dict[str, int], events: EventLines) -> list[LogPiecesOfHost]:
+        wanted = {"run_id": self._known.run_id, "positions": positions, "events": events}
+        found = [self._read_logs(index, wanted) for index in range(len(self._open))]
+        joined = [self._read_logs(0, wanted, host=host) for host, _ in self._known.joining]
         return [*found, *joined]
 
-    def _read_logs(self, index: int, positions: dict[str, int], host: int | None = None) -> LogPiecesOfHost:
+    def _read_logs(self, index: int, wanted: Mapping[str, Any], host: int | None = None) -> LogPiecesOfHost:
         """Return the new text of a host, or of one that has joined, over this one."""
         with contextlib.suppress(LaunchError):
-            answer, content = self._connection(index).call_for_bytes(
-                "logs", run_id=self._known.run_id, positions=positions, host=host
-            )
+            answer, content = self._connection(index).call_for_bytes("logs", host=host, **wanted)
             return answer["pieces"], content
         return (), b""
 
@@ -146,15 +146,17 @@ class HostRunAccess:
             what = f"{verb} of run {self.read_entry().name}"
             raise LaunchError(explain(what, got="no host service here", expected="a run that goes on", do=do))
 
-    def read_logs(self, positions: dict[str, int]) -> list[LogPiecesOfHost]:
+    def read_logs(self, positions: dict[str, int], events: EventLines) -> list[LogPiecesOfHost]:
         own = self._folder.load_config().index
         return [
-            host_runtime.read_new_logs(self._folder, positions) if host == own else self._read_other(host, positions)
+            host_runtime.read_new_logs(self._folder, positions, events)
+            if host == own
+            else self._read_other(host, positions, events)
             for host in range(len(self._folder.load_entry().hosts))
         ]
 
-    def _read_other(self, host: int, positions: dict[str, int]) -> LogPiecesOfHost:
-        answer, content = self._others.read(host, positions)
+    def _read_other(self, host: int, positions: dict[str, int], events: EventLines) -> LogPiecesOfHost:
+        answer, content = self._others.read(host, positions, events)
         return answer.pieces, content
 
 
@@ -222,7 +224,9 @@ class HostsPlatform(Platform):
         submission.check_log_query(entry.job, which)
         access = self._access(name)
         return job_logs.follow_logs(
-            lambda positions: [new for each in access.read_logs(positions) for new in host_runtime.split_pieces(*each)],
+            lambda positions: itertools.chain.from_iterable(
+                itertools.starmap(host_runtime.split_pieces, access.read_logs(positions, which.events))
+            ),
             which,
             is_over=lambda: _is_over(access),
             sleep=self._sleep,

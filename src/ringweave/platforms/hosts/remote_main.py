@@ -208,13 +208,14 @@ class RemoteProgram:
     def _logs(self, request: Mapping[str, Any], payload: bytes) -> Answer:
         """Return what the logs have got since the given positions: of this host, or of `host`, which has joined."""
         folder, positions = host_runtime.run_folder(request["run_id"]), request["positions"]
+        events = request.get("events", "none")
         deadline_s = time.monotonic() + min(float(request.get("wait_s", 0.0)), 5.0)
         while True:
             summary = host_runtime.read_summary(folder)  # before the logs, so that no line of an ended job is missed
             if (host := request.get("host")) is None:
-                pieces, content = host_runtime.read_new_logs(folder, positions)
+                pieces, content = host_runtime.read_new_logs(folder, positions, events)
             else:
-                answer, content = self._reader(folder).read(host, positions)
+                answer, content = self._reader(folder).read(host, positions, events)
                 pieces, summary = answer.pieces, {**summary, "is_at_rest": answer.is_at_rest} if summary else {}
             is_news = pieces or summary.get("version") != request.get("version")
             if is_news or time.monotonic() >= deadline_s:

@@ -540,7 +540,7 @@ class HostService:
     def _handle_logs(self, call: RpcCall) -> RpcReply:
         message: ReadLogs = call.message
         self._used_s = self._clock()
-        pieces, content = host_runtime.read_new_logs(self._folder, message.positions)
+        pieces, content = host_runtime.read_new_logs(self._folder, message.positions, message.events)
         is_at_rest = not any(group.phase.is_alive or group.is_terminating for group in self._report.groups)
         answer = LogPieces(pieces=tuple((key, end, size) for key, end, size in pieces), is_at_rest=is_at_rest)
         return RpcReply(answer, [content])

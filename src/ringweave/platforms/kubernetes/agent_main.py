@@ -27,8 +27,8 @@ from ringweave.launcher.node_context import HostContext
 from ringweave.param_server import leadership_log
 from ringweave.param_server.leadership import LeadershipRecord
 from ringweave.param_server.leadership_log import LeadershipLog, LogAnswer
-from ringweave.platforms.agent import agent_channel
-from ringweave.platforms.agent.agent import AgentAssignment, run_agent
+from ringweave.platforms.agent import agent, agent_channel
+from ringweave.platforms.agent.agent import AgentAssignment
 from ringweave.platforms.agent.agent_channel import (
     AgentChannel,
     AgentStatus,
@@ -40,6 +40,7 @@ from ringweave.platforms.agent.agent_channel import (
 from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.platforms.kubernetes import names, objects, pod_logs
 from ringweave.rpc import Credentials
+from ringweave.telemetry import LineReader
 
 TAG_HEADER = "X-Ringweave-Tag"
 _REQUEST_TIMEOUT_S = 60.0
@@ -58,6 +59,8 @@ MAX_TERMINATION_MESSAGE_BYTES = 4096
 MAX_GATEWAY_ANSWER_BYTES = 4 * 2**20
 """Maximum size of an answer: a node's credentials, within the size of an API object; quoting doubles some of it."""
 
+EVENT_INTERVAL_S = 0.5
+"""Time between two looks for new events."""
 LOG_UPLOAD_TIMEOUT_S = 5.0
 """Time for uploading a log before the final status; a deleted Pod has 30 s for both."""
 
@@ -207,6 +210,8 @@ class GatewayChannel(AgentChannel):
         self._config, self._workers = config, frozenset(f"worker-{rank}" for rank in config.ranks_of_node(node))
         self._clock = clock
         self._fetched: tuple[int, dict[str, str]] = (0, {})
+        self._events: tuple[int, LineReader | None] = (0, None)
+        self._printed_s = clock()
         self._desired_state = DesiredState(round=0)
         self._changed = threading.Event()
         self._unsent_status: AgentStatus | None = None
@@ -226,11 +231,14 @@ class GatewayChannel(AgentChannel):
 
         Before, mark the start of a round in the log, and upload the log of a Pod that may be removed.
         """
+        self._print_events()
         if self._home is not None and status.phase is GroupPhase.STOPPED:
             self._upload_log("\n".join(pod_logs.read_worker_logs(self._home)))
         if self._home is not None and status.phase is GroupPhase.RUNNING and status.iterations is None:
             sys.stdout.write(f"{pod_logs.ROUND_LINE_PREFIX}{status.round}\n")
             sys.stdout.flush()
+            if self._events[0] != status.round:
+                self._events = status.round, LineReader(agent.round_run_dir(self._home, status.round).events)
         with self._status_changed:
             self._unsent_status = status
             self._status_changed.notify_all()
@@ -242,8 +250,18 @@ class GatewayChannel(AgentChannel):
             self._status_changed.wait_for(lambda: self._unsent_status is None, FINAL_STATUS_TIMEOUT_S)
 
     def wait_for_change(self, timeout_s: float) -> None:
+        if self._clock() - self._printed_s >= EVENT_INTERVAL_S:
+            self._print_events()
         self._changed.wait(timeout_s)
         self._changed.clear()
+
+    def _print_events(self) -> None:
+        """Hand new events of the round on by this Pod's log, which those who may read the logs can read."""
+        self._printed_s = self._clock()
+        if self._events[1] is not None:
+            for line in self._events[1].read_new():
+                sys.stdout.write(f"{pod_logs.EVENT_LINE_PREFIX}{line.decode(errors='replace')}")
+            sys.stdout.flush()
 
     def _upload_log(self, text: str) -> None:
         """Upload a log to the gateway for readers after this Pod is gone; retry for a while."""
@@ -399,7 +417,7 @@ def main(environ: Mapping[str, str]) -> int:
     )
     channel.start_threads()
     hidden = {"RINGWEAVE_GATEWAY_CA", "RINGWEAVE_SECRET_DIR", "RINGWEAVE_GATEWAY"}
-    phase = run_agent(assignment, channel, {name: value for name, value in environ.items() if name not in hidden})
+    phase = agent.run_agent(assignment, channel, {name: value for name, value in environ.items() if name not in hidden})
     return _EXIT_CODES.get(phase, 1)
 
 

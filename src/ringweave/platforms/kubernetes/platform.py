@@ -155,11 +155,18 @@ class JobLogReader:
         """Emit a line if it matches the query; return the round of the next line."""
         if line.startswith(pod_logs.ROUND_LINE_PREFIX):
             return int(line.removeprefix(pod_logs.ROUND_LINE_PREFIX))
+        node = self._job.node_name(key[0])
+        if line.startswith(pod_logs.EVENT_LINE_PREFIX):
+            if self._which.events != "none" and self._which.rank is None:
+                text = line.removeprefix(pod_logs.EVENT_LINE_PREFIX)
+                await self._put_line(
+                    LogLine(node=node, attempt=key[1], round=round_, rank=None, text=text, is_event=True)
+                )
+            return round_
         match = _RANK_LINE.match(line)
         # A line without a rank is the container's own (no Python in its image), or about the log itself.
         rank, text = (int(match[1]), match[2]) if match else (None, line)
-        if self._which.rank in (None, rank):
-            node = self._job.node_name(key[0])
+        if self._which.rank in (None, rank) and self._which.events != "only":
             await self._put_line(LogLine(node=node, attempt=key[1], round=round_, rank=rank, text=text))
         return round_
 

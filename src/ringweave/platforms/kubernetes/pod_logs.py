@@ -21,6 +21,8 @@ LOG_RETRY_TIMEOUT_S = 10.0
 """Time for which a Pod is kept because its log cannot be read; its successor waits for that."""
 ROUND_LINE_PREFIX = "[ringweave] round "
 """Prefix of the line by which an agent marks the start of its workers in a round."""
+EVENT_LINE_PREFIX = "[ringweave] event "
+"""Prefix of the line by which an agent hands an event on: what reads a Pod's log sees its event log too."""
 LOG_KEY = "log"
 LOG_LABEL = f"{names.API_GROUP}/log"
 
@@ -42,17 +44,29 @@ def is_no_log_error(error: ApiError) -> bool:
 
 @dataclass(slots=True)
 class LogTail:
-    """Last lines of a log, as many as are kept."""
+    """Last lines of a log, as many as are kept; a quarter of them are events if there are more."""
 
-    lines: deque[str] = field(default_factory=deque)
-    _num_bytes: int = 0
+    _kept: dict[bool, deque[tuple[int, int, str]]] = field(default_factory=lambda: {True: deque(), False: deque()})
+    """Whether they are events -> number, bytes and text of the lines."""
+    _num_bytes: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    _num_lines: int = 0
+
+    @property
+    def lines(self) -> list[str]:
+        return [line for _, _, line in sorted([*self._kept[True], *self._kept[False]])]
 
     def add(self, line: str) -> None:
         """Add a line and drop the oldest ones over the limit."""
-        self.lines.append(line)
-        self._num_bytes += len(line.encode()) + 1
-        while self._num_bytes - len(self.lines[0].encode()) - 1 >= MAX_LOG_BYTES:
-            self._num_bytes -= len(self.lines.popleft().encode()) + 1
+        is_event, size = line.startswith(EVENT_LINE_PREFIX), len(line.encode()) + 1
+        self._kept[is_event].append((self._num_lines, size, line))
+        self._num_bytes[is_event] += size
+        self._num_lines += 1
+        while True:
+            drops_event = self._num_bytes[True] > MAX_LOG_BYTES // 4 or not self._kept[False]
+            oldest = self._kept[drops_event]
+            if sum(self._num_bytes.values()) - oldest[0][1] < MAX_LOG_BYTES:
+                return
+            self._num_bytes[drops_event] -= oldest.popleft()[1]
 
 
 def unread_log_line(error: Exception) -> str:
@@ -62,20 +76,26 @@ def unread_log_line(error: Exception) -> str:
 
 
 def read_worker_logs(home: Path) -> list[str]:
-    """Return the output of an attempt's workers as in its Pod's log, but rank by rank, each cut at the front.
+    """Return events and output of an attempt's workers as in its Pod's log, but rank by rank, each cut at the front.
 
     Args:
         home: Folder of the attempt, with one run directory for each round.
     """
     rounds = sorted((int(path.name.removeprefix("round-")), path) for path in home.glob("round-*"))
-    logs = [(round_, RunDir(root=path).logs_by_rank()) for round_, path in rounds]
-    most_bytes = MAX_LOG_BYTES // max(1, sum(len(by_rank) for _, by_rank in logs))
+    logs = [(round_, _log_paths(RunDir(root=path))) for round_, path in rounds]
+    most_bytes = MAX_LOG_BYTES // max(1, sum(len(paths) for _, paths in logs))
     lines = []
-    for round_, by_rank in logs:
+    for round_, paths in logs:
         lines.append(f"{ROUND_LINE_PREFIX}{round_}")
-        for rank, path in by_rank.items():
-            lines += [f"[{rank}] {line}" for line in _last_lines(path, most_bytes)]
+        for prefix, path in paths.items():
+            lines += [f"{prefix}{line}" for line in _last_lines(path, most_bytes)]
     return lines
+
+
+def _log_paths(run_dir: RunDir) -> dict[str, Path]:
+    """Return prefix of its lines -> log: the event log, and those of the workers."""
+    events = {EVENT_LINE_PREFIX: run_dir.events} if run_dir.events.exists() else {}
+    return events | {f"[{rank}] ": path for rank, path in run_dir.logs_by_rank().items()}
 
 
 def _last_lines(path: Path, most_bytes: int) -> list[str]:

@@ -102,7 +102,8 @@ def join_job(
     if assigned is None:
         session.repeat_collectives(startup_log)
 
-    groups.find_revoked = session.revokes
+    ring_slots = None if assigned is None else frozenset(map(str, assigned.assignment.slots))
+    groups.find_revoked = lambda name: session.revokes(name) or _is_of_another_ring(name, ring_slots)
 
     def beat() -> Heartbeat:
         if exchange is not None:
@@ -116,6 +117,11 @@ def join_job(
     timing.freeze_garbage_collector()
     session.start(client)
     return MemberParts(session=session, trainer=trainer, recorder=recorder, exchange=exchange, worker=worker)
+
+
+def _is_of_another_ring(member: str, ring_slots: frozenset[str] | None) -> bool:
+    """Return whether a process is of another ring than this one, whose slots are given; its members never call here."""
+    return ring_slots is not None and member.partition(".")[0] not in ring_slots
 
 
 def member_name(environment: WorkerEnvironment) -> str:
