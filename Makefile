@@ -8,7 +8,7 @@ RUN_DIR ?= runs/demo
 .PHONY: setup demo test test-thorough test-kube test-crashes check fix docs bench bench-setup bench-unequal bench-unequal-short chaos clean help
 
 help:
-	@echo "make demo    a small GPT by DDP on Gloo and by ringweave, over a thin uplink (no root; 4 minutes after set-up)"
+	@echo "make demo    a small GPT by DDP on Gloo and by ringweave, over a thin uplink (no root; 3 minutes after set-up)"
 	@echo "make test    run the tests"
 	@echo "make test-thorough  run all of them, with many more examples of every property, drawn anew (two hours)"
 	@echo "make test-kube KUBECONFIG=...  run the tests of jobs on Kubernetes against a real API server"

@@ -40,7 +40,7 @@ QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS
 
 
 def parse_options() -> argparse.Namespace:
-    """Returns the command line; the defaults take about four minutes on two cores."""
+    """Returns the command line; the defaults take 130 to 260 s on two cores, by what else runs there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for everything the demo leaves")
     parser.add_argument("--steps", type=int, default=60, help="train steps of each system")
