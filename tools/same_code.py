@@ -7,8 +7,7 @@ that the two maps give it. Imports and docstrings are left out. A reference to a
 (module and name, through re-exports), so that `records.Decree` in one module equals `Membership` in another if the maps
 say so. Everything else has to be equal: conditions, constants, defaults, decorators, order of calls and of statements.
 
-The maps are tab-separated, with a header line. Without the options they are the files in `tools/renames`; /dev/null is
-a map without rows.
+The maps are tab-separated, with a header line. Without an option its map has no rows.
 
     modules: old module, new module                    modules without a row keep their name
     names:   old module, old, new                      `old` is `name`, `Class.member` or `function(parameter)`
@@ -28,7 +27,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-RENAMES = Path(__file__).parent / "renames"
 FOLDERS = ("src", "bench", "tests", "examples")
 """Folders of a tree that hold code. Modules below `src` and `bench/ringweave_bench` have no prefix, others have."""
 
@@ -656,14 +654,11 @@ def main() -> int:
     parser.add_argument("old", type=Path, metavar="OLD")
     parser.add_argument("new", type=Path, metavar="NEW")
     for name in ("modules", "names"):
-        file = RENAMES / f"{name}.tsv"
-        parser.add_argument(
-            f"--{name}", type=Path, default=file, help=f"map of {name} (tab-separated; default: {file})"
-        )
+        parser.add_argument(f"--{name}", type=Path, help=f"map of {name} (tab-separated; default: no rows)")
     options = parser.parse_args()
     for path in (options.modules, options.names):
-        if not path.exists():
-            parser.error(f"map {path}: no such file. Give --modules and --names; /dev/null is a map without rows")
+        if path is not None and not path.exists():
+            parser.error(f"map {path}: no such file. Leave the option out for a map without rows")
     result = compare(Tree.read(options.old), Tree.read(options.new), Renames.read(options.modules, options.names))
     for line in result.merged:
         print(f"merged, alike: {line}")

@@ -330,26 +330,16 @@ def test_the_command_prints_counts_and_says_by_its_exit_status_if_all_is_equal(t
     write(tmp_path / "old", files)
     new = OLD.replace("limit=3", "limit=4") if is_changed else OLD
     write(tmp_path / "new", {**files, "src/ringweave/sums.py": new})
-    maps = ["--modules", "/dev/null", "--names", "/dev/null"]
-    command = [sys.executable, same_code.__file__, str(tmp_path / "old"), str(tmp_path / "new"), *maps]
+    command = [sys.executable, same_code.__file__, str(tmp_path / "old"), str(tmp_path / "new")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == is_changed
     verdict = "different: 1" if is_changed else "equal"
     assert done.stdout.endswith(f"{verdict}; compared: 2 classes, 3 constants, 8 functions\n")
 
 
-def test_the_maps_in_the_repository_are_the_defaults(monkeypatch, tmp_path):
-    write(tmp_path, {"old/src/a.py": "def f(): ...\n", "new/src/b.py": "def g(): ...\n"})
-    write(tmp_path, {"renames/modules.tsv": "old\tnew\na\tb\n", "renames/names.tsv": "module\told\tnew\na\tf\tg\n"})
-    assert same_code.RENAMES.parent == Path(same_code.__file__).parent
-    monkeypatch.setattr(same_code, "RENAMES", tmp_path / "renames")
-    monkeypatch.setattr(sys, "argv", ["same_code.py", str(tmp_path / "old"), str(tmp_path / "new")])
-    assert same_code.main() == 0
-
-
 def test_a_map_that_is_not_there_is_an_error(tmp_path):
-    maps = ["--modules", str(tmp_path / "modules.tsv"), "--names", "/dev/null"]
+    maps = ["--modules", str(tmp_path / "modules.tsv")]
     command = [sys.executable, same_code.__file__, str(tmp_path), str(tmp_path), *maps]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert "modules.tsv: no such file. Give --modules and --names" in done.stderr
+    assert "modules.tsv: no such file. Leave the option out" in done.stderr
