@@ -32,7 +32,7 @@ demo: setup
 
 # More processes than two cores: many tests wait for processes of their own. These are many, and each would compile all
 # that it imports where no bytecode is kept.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n 4 --dist worksteal
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n 5 --dist worksteal
 # DEMAND="lab browser": what needs a lab or a browser fails where there is none, and is not skipped.
 test: setup
 	$(PYTEST) $(DEMAND:%=--demand %)

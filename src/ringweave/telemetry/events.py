@@ -480,7 +480,7 @@ _CHECKS = {kind: {name: _check_of(kind, name) for name in EVENT_KINDS[kind].fiel
 def add_later_fields(event: dict[str, Any]) -> dict[str, Any]:
     """Return the event with the fields of its kind that came later and that it lacks."""
     known = _CHECKS.get(event["kind"], {})
-    return {**{name: value for name, value in _LATER.items() if name in known}, **event}
+    return event | {name: value for name, value in _LATER.items() if name in known and name not in event}
 
 
 def find_flaw(event: Mapping[str, Any]) -> str:

@@ -146,7 +146,7 @@ def test_listeners_of_a_run_but_for_gloo_s_stay_in_the_range(
     assert all(port in ports.kernel_ports() for port in outside), outside
     assert f"listeners of Gloo and NCCL stay outside of {within}" in errors
     addresses = {line.partition("ADDRESSES ")[2] for line in output.splitlines() if "ADDRESSES " in line}
-    assert addresses == {"127.0.0.1"}, "torch's store too"
+    assert all(each.startswith("127.") for line in addresses for each in line.split()), "torch's store too"
     assert output.count("AGAIN") == 2, "a second store at the same address"
 
 
@@ -187,7 +187,7 @@ def test_no_process_of_a_run_on_one_machine_listens_beyond_loopback(
     assert run.wait_ended() == 0, run.stderr
     found = [line.split()[-2:] for line in run.stdout.splitlines() if "LISTENS" in line]
     assert len({pid for pid, _ in found}) >= min_processes, "workers, coordinators or servers"
-    assert {address for _, address in found} == {"127.0.0.1"}
+    assert all(address.startswith("127.") for _, address in found), found
 
 
 def test_a_range_that_is_too_small_for_a_run_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
