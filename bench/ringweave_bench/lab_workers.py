@@ -11,10 +11,26 @@ from pathlib import Path
 
 import numpy as np
 
-from ringweave import lab
+from ringweave import lab, topology
 from ringweave.lab import Lab
 from ringweave.lab.lab import QuotaMode
 from ringweave.topology import Cluster
+
+_TWO_SITES = """\
+name: two-sites
+nodes:
+  - {{name: a, switch: r0, nic: 1Gbit/s, devices: 1, count: {count}}}
+  - {{name: b, switch: r1, nic: 1Gbit/s, devices: 1, count: {count}}}
+switches:
+  - {{name: r0, uplink: 10Mbit/s}}
+  - {{name: r1, uplink: 10Mbit/s}}
+latency: 100us
+"""
+
+
+def two_sites(nodes_per_site: int) -> Cluster:
+    """Return the cluster of the benches of mode local: two sites, 10 Mbit/s between them."""
+    return topology.loads(_TWO_SITES.format(count=nodes_per_site))
 
 
 @contextmanager

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
-from ringweave import topology
 from ringweave.comm import group_info
 from ringweave.environment import WorkerEnvironment
 from ringweave.planning import sites
@@ -35,18 +34,8 @@ from ringweave.training.collectives import ControlGroup
 from ringweave.training.data import order
 from ringweave.training.mode_choice import forecast, step_benchmark
 from ringweave.training.outer_steps import SiteExchange
-from ringweave_bench.lab_workers import lab_of, run_workers
+from ringweave_bench.lab_workers import lab_of, run_workers, two_sites
 
-CLUSTER = """\
-name: two-sites
-nodes:
-  - {name: a, switch: r0, nic: 1Gbit/s, devices: 1, count: 2}
-  - {name: b, switch: r1, nic: 1Gbit/s, devices: 1, count: 2}
-switches:
-  - {name: r0, uplink: 10Mbit/s}
-  - {name: r1, uplink: 10Mbit/s}
-latency: 100us
-"""
 EPOCH_S, MIN_STEPS = 5.0, 8
 ERROR, WITHIN = 0.05, 0.9
 RUN_TIMEOUT_S = 1500
@@ -81,7 +70,7 @@ def run_in_lab(options: argparse.Namespace) -> list[dict[str, Any]]:
         names = ("batch", "layers", "width")
         own = [f"--{name}={getattr(options, name)}" for name in names] + [f"--out={out}"]
         own += ["--inner-steps", *map(str, options.inner_steps), "--formats", *options.formats]
-        with lab_of(topology.loads(CLUSTER), "local-forecasts") as place:
+        with lab_of(two_sites(2), "local-forecasts") as place:
             run_dir = out.with_suffix(".run")
             run_workers(place, __file__, own, run_dir, timeout_s=RUN_TIMEOUT_S, options=["--mode", "local"])
     return read_cases(out)

@@ -24,10 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
-from ringweave import topology
 from ringweave.telemetry import read_events
 from ringweave.training import Local
-from ringweave_bench.lab_workers import LinkBytes, lab_of, run_workers
+from ringweave_bench.lab_workers import LinkBytes, lab_of, run_workers, two_sites
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -35,16 +34,6 @@ sys.path.insert(0, str(ROOT / "examples"))
 from support import text  # noqa: E402
 from support.gpt import GPT, GPTConfig  # noqa: E402
 
-CLUSTER = """\
-name: two-sites
-nodes:
-  - {name: a, switch: r0, nic: 1Gbit/s, devices: 1, count: 4}
-  - {name: b, switch: r1, nic: 1Gbit/s, devices: 1, count: 4}
-switches:
-  - {name: r0, uplink: 10Mbit/s}
-  - {name: r1, uplink: 10Mbit/s}
-latency: 100us
-"""
 CONTEXT, HELD_OUT_ROWS = 64, 256
 MAX_BYTES = 4_000_000
 RUN_TIMEOUT_S = 1500
@@ -86,7 +75,7 @@ def run_in_lab(options: argparse.Namespace) -> dict[str, Any]:
     out = options.out.absolute()
     own = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in SIZES] + [f"--out={out}"]
     with (
-        lab_of(topology.loads(CLUSTER), "local-two-sites") as place,
+        lab_of(two_sites(4), "local-two-sites") as place,
         LinkBytes(place, lambda link: "core" in link, SAMPLE_INTERVAL_S) as uplinks,
     ):
         run_workers(place, __file__, own, out / "run", timeout_s=RUN_TIMEOUT_S, options=["--mode", "local"])

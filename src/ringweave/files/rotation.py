@@ -117,6 +117,11 @@ def find_segments(path: Path) -> tuple[list[LogSegment], LogSegment | None]:
     return sorted((each for each in found if each.last > merged), key=lambda each: each.first), newest
 
 
+def _last_line(segments: list[LogSegment], kept: LogSegment | None) -> int:
+    """Return the number of the last line that was set aside; 0 before the first."""
+    return max([each.last for each in segments], default=kept.last if kept else 0)
+
+
 def exists(path: Path) -> bool:
     """Return whether there is a log at this path; the file itself may be missing for a moment."""
     return path.exists() or find_segments(path) != ([], None)
@@ -242,7 +247,7 @@ class RotatingFile:
     def _set_aside(self, descriptor: int) -> bool:
         """Give the file the name of its lines; return whether that was possible."""
         segments, kept = find_segments(self.path)
-        first = 1 + max([each.last for each in (*segments, *([kept] if kept else []))], default=0)
+        first = 1 + _last_line(segments, kept)
         last = first - 1 + max(1, _count_lines(descriptor))
         try:
             if _is_at(self.path, descriptor):  # where there are no locks, another process may have been faster
@@ -448,8 +453,7 @@ class LineReader:
             if segment is None and find_segments(self._path) != (segments, kept):
                 file.close()
                 continue
-            newest = max([each.last for each in (*segments, *([kept] if kept else []))], default=0)
-            first = segment.first if segment else newest + 1
+            first = segment.first if segment else _last_line(segments, kept) + 1
             if segment is not None and segment is kept:
                 return file, LOG_START, segment.last, 0
             if first == self.cursor.first:

@@ -121,7 +121,7 @@ def _merge_spans(lines: Iterable[bytes], span_s: float) -> list[bytes]:
         kind = _kind_of(line)
         attempt += kind == "run_started"
         event = parse_event(line) if kind in _MERGED else None
-        if event is None or not isinstance(event["time"], int | float):
+        if event is None:
             found[(next(numbers),)] = line
             continue
         span = None if kind in _REPLACED else event["time"] // span_s
@@ -148,8 +148,9 @@ def _leave_out(lines: list[bytes], max_bytes: int, lasting: Container[str]) -> l
     excess, num_gone, place = excess + max_bytes // 4, 0, 0
     for line in lines:
         kind = _kind_of(line)
-        if kind == "records_gone" and isinstance((parse_event(line) or {}).get("records"), int):
-            num_gone, place = num_gone + (parse_event(line) or {})["records"], len(kept)
+        gone = parse_event(line) if kind == "records_gone" else None
+        if gone is not None:
+            num_gone, place = num_gone + gone["records"], len(kept)
         elif excess > 0 and kind not in lasting:
             num_gone, place, excess = num_gone + 1, len(kept), excess - len(line)
         else:

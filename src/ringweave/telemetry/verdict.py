@@ -527,7 +527,7 @@ def _trials(events: Sequence[Event]) -> list[Loss]:
 
 def _excess_s(tuned: Event) -> float:
     """Return the seconds of trials beyond those of as many collectives by the schedule that won."""
-    return max(0.0, tuned.get("trials_s", 0.0) - tuned.get("trials", 0) * tuned["measured_s"][tuned["schedule"]])
+    return max(0.0, tuned["trials_s"] - tuned["trials"] * tuned["measured_s"][tuned["schedule"]])
 
 
 def _longest_rank(events: Sequence[Event]) -> tuple[list[Event], float]:

@@ -220,10 +220,18 @@ def benchmark_steps(
     own_times = runner.run(num_steps)
     exchanged = dataclasses.asdict(server.exchange()) if server and control_group.rank == 0 else {}
     times_by_rank = control_group.gather_json({**dataclasses.asdict(own_times), **exchanged})
+    measured = _with_steps(reports, times_by_rank, num_steps)
+    return _with_rounds(measured, (inner, loader), shares[control_group.rank], control_group, server, clock)
+
+
+def _with_steps(
+    reports: Sequence[Mapping[str, Any]], times_by_rank: Sequence[Mapping[str, Any]], num_steps: int
+) -> list[dict[str, Any]]:
+    """Return the ranks' reports with what their `_StepTimes`, and the first one's exchange, say."""
     reducing_s, balanced_s, benchmarked_s = None, None, [None] * len(times_by_rank)
     if not any(each["problem"] for each in times_by_rank):
         reducing_s = _median_collective_s([each["waits_s"] for each in times_by_rank]) * max(
-            1.0, num_bytes / _MAX_MESSAGE_BYTES
+            1.0, reports[0]["num_bytes"] / _MAX_MESSAGE_BYTES
         )
         if num_steps >= _MIN_STEPS:
             balanced_s = _median_step_s([each["steps_s"] for each in times_by_rank])
@@ -234,10 +242,7 @@ def benchmark_steps(
         **{name: times_by_rank[0].get(name) for name in ("serving_s", "exchanging_s")},
         "rounds_s": None,
     }
-    measured = [
-        {**each, **common, "benchmarked_s": steps_s} for each, steps_s in zip(reports, benchmarked_s, strict=True)
-    ]
-    return _with_rounds(measured, (inner, loader), shares[control_group.rank], control_group, server, clock)
+    return [{**each, **common, "benchmarked_s": steps_s} for each, steps_s in zip(reports, benchmarked_s, strict=True)]
 
 
 def benchmark_sites(
