@@ -6,6 +6,7 @@ and stops nobody's work on something else.
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -49,3 +50,8 @@ def alternating(*factors: Sequence[object]) -> list[object]:
 def share_of(thorough: int) -> int:
     """How many to try, where the thorough run tries so many."""
     return max(1, thorough * settings.default.max_examples // settings.get_profile(_THOROUGH).max_examples)
+
+
+def peak_kib() -> int:
+    """Return the most KiB of memory that this process has had; ru_maxrss is also that of the process it began as."""
+    return int(Path("/proc/self/status").read_text(encoding="ascii").split("VmHWM:")[1].split()[0])

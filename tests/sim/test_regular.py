@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import multiprocessing
-import resource
 import time
 from concurrent.futures import ProcessPoolExecutor
 
@@ -127,7 +126,7 @@ def simulate_square(side: int) -> tuple[sim.SimulationResult, sim.SimulationResu
     begin_s = time.process_time()
     ring = sim.simulate(schedules.ring(side**2), cluster, names, SIZE)
     matrix = sim.simulate(schedules.leader_matrix([[rank] for rank in range(side**2)], side), cluster, names, SIZE)
-    return ring, matrix, time.process_time() - begin_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return ring, matrix, time.process_time() - begin_s, effort.peak_kib()
 
 
 @pytest.mark.slow

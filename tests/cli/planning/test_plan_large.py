@@ -22,10 +22,10 @@ def tree(num_racks: int, num_nodes: int) -> str:
 
 def planned(path: Path) -> tuple[dict, float, int]:
     """The plan's document, seconds of the processor and the most bytes of memory, of a process of its own."""
-    code = (  # ru_maxrss would be that of the process of tests, which a child is begun as
-        "import sys, time; from ringweave.cli import main; exit_code = main.run_command_line(sys.argv[1:]);"
-        "status = dict(line.split(':', 1) for line in open('/proc/self/status'));"
-        "print(time.process_time(), int(status['VmHWM'].split()[0]) * 1024, file=sys.stderr); sys.exit(exit_code)"
+    code = (
+        "import sys, time; from ringweave.cli import main; from tests import effort;"
+        "exit_code = main.run_command_line(sys.argv[1:]);"
+        "print(time.process_time(), effort.peak_kib() * 1024, file=sys.stderr); sys.exit(exit_code)"
     )
     command = [sys.executable, "-c", code, "plan", str(path), "--bytes", "100MB", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
