@@ -255,7 +255,7 @@ class Turns:
     def __init__(self, model: Any, loader: Any) -> None:
         self.laps: dict[str, list[tuple[float, float]]] = {"on": [], "off": []}
         self._timer, self._module = loader.timer, model.module
-        self._record, self._pre_hooks = self._timer._record, dict(self._module._forward_pre_hooks)
+        self._listeners, self._pre_hooks = list(self._timer._listeners), dict(self._module._forward_pre_hooks)
         self._hooks = dict(self._module._forward_hooks)
         self._calls = {name: getattr(TrafficRecorder, name) for name in ("begin_collective", "end_collective")}
         self._begun, self._is_on = self._now(), True
@@ -276,7 +276,7 @@ class Turns:
 
     def _switch(self, is_on: bool) -> None:
         self._is_on = is_on
-        self._timer._record = self._record if is_on else lambda step: None
+        self._timer._listeners[:] = self._listeners if is_on else []
         for hooks, saved in (
             (self._module._forward_pre_hooks, self._pre_hooks),
             (self._module._forward_hooks, self._hooks),

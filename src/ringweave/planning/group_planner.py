@@ -211,7 +211,7 @@ def plan_group(
         ClusterError: A node or a link is not in the cluster, or a rate is not positive.
 
     Cost:
-        About 10 ms for 8 ranks; where unequal racks need the linear program, the first use imports scipy.
+        About 10 ms for 8 ranks; where unequal racks need the linear program, its first use loads HiGHS.
     """
     net = cost.group_network(cluster, nodes, rates)
     layout = lay_out_ranks(cluster, net, nodes, leader_per_nic=leader_per_nic)

@@ -114,8 +114,9 @@ def test_a_rack_of_slow_nodes_on_a_fast_uplink_is_no_domain() -> None:
     )
     assert with_domains.busiest_s_per_byte > 1.05 * bound_s
     assert without.busiest_s_per_byte == pytest.approx(bound_s, rel=2e-6)
-    assert [len(span.members) for span in without.parts[0].tree.spans] == [4]
-    assert len(without.parts[0].tree) == len(with_domains.parts[0].tree) - 1
+    slow = {vertex for vertex in range(1, len(without.parts[0].tree)) if without.parts[0].tree.rates[vertex] == 1.0}
+    assert slow in [set(span.members) for span in without.parts[0].tree.spans]
+    assert len(without.parts[0].tree) < len(with_domains.parts[0].tree)
 
 
 def checked(found: LeaderFractions) -> None:

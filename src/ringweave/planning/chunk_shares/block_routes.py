@@ -102,7 +102,7 @@ class _BlockProblem:
 
     def best_fractions(self) -> _Fractions:
         """Return the fractions of the least busy busiest link that differ least from even ones."""
-        from ringweave.planning.chunk_shares import linear_program  # imports scipy, which is slow
+        from ringweave.planning.chunk_shares import linear_program  # which loads HiGHS
 
         kinds, even = find_symmetry_classes(self._tree), self.even_fractions()
         if len(kinds.parents) > _MAX_CLASSES:

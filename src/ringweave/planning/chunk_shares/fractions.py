@@ -74,7 +74,7 @@ def solve_fractions(tree: ShareTree, bound_s_per_byte: float | None = None) -> L
         enough = bound_s_per_byte or busiest_link_s_per_byte(solved.parts, depth=1)
         if kinds.is_symmetric or solved.busiest_s_per_byte <= enough * _BUSIEST_ROUNDING:
             return solved
-    from ringweave.planning.chunk_shares import linear_program  # imports scipy, which is slow
+    from ringweave.planning.chunk_shares import linear_program  # which loads HiGHS
 
     chosen = _choose_removed_domains(kinds, bound_s_per_byte) if bound_s_per_byte else [frozenset()]
     trees = [kinds.without(removed) for removed in chosen]

@@ -1,11 +1,12 @@
-"""Linear program of the leader fractions, over symmetry classes of vertices; the only user of scipy."""
+"""Linear program of the leader fractions, over symmetry classes of vertices; the only user of HiGHS."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+import highspy
 import numpy as np
-from scipy.optimize import OptimizeResult, linprog
-from scipy.sparse import csr_array
 
 from ringweave.errors import RingweaveError
 from ringweave.planning.chunk_shares.share_tree import SymmetryClasses, load_factors
@@ -40,9 +41,9 @@ def solve_shares(trees: Sequence[SymmetryClasses]) -> TreeSolutions:
     """
     program = _LinearProgram(trees)
     first = program.minimise()
-    level = float(first.x[-1]) * _LEVEL_SLACK
-    prices = np.abs(first.ineqlin.marginals[: len(program.slowness)])
-    return program.unpack(program.minimise([level if price > _MIN_PRICE else None for price in prices], level).x)
+    level = float(first.values[-1]) * _LEVEL_SLACK
+    prices = np.abs(first.prices[: len(program.slowness)])
+    return program.unpack(program.minimise([level if price > _MIN_PRICE else None for price in prices], level).values)
 
 
 def min_busiest(trees: Sequence[SymmetryClasses]) -> tuple[float, list[float]]:
@@ -52,7 +53,7 @@ def min_busiest(trees: Sequence[SymmetryClasses]) -> tuple[float, list[float]]:
         RingweaveError: The solver fails.
     """
     program = _LinearProgram(trees)
-    found = program.minimise().x
+    found = program.minimise().values
     return float(found[-1]) / program.unit, [float(found[block.weight]) for block in program.blocks]
 
 
@@ -87,29 +88,65 @@ def solve_blocks(
     sums, nestings = list(block.sum_constraints()), list(block.nesting_constraints())
     cost = np.full(tau + 1, _DEVIATION_WEIGHT / max(1, count))
     cost[: count + 1], cost[tau] = 0.0, 1.0
-    result = linprog(
+    result = _solve(
         cost,
-        A_ub=_sparse_matrix([*rows, *nestings], tau + 1),
-        b_ub=[0.0] * (len(rows) + len(nestings)),
-        A_eq=_sparse_matrix([*sums, *deviations], tau + 1),
-        b_eq=[0.0] * len(sums) + [z for each in even for z in each],
-        bounds=[(0, 1)] * count + [(1, 1)] + [(0, 1)] * 2 * count + [(least_s_per_byte * unit, None)],
-        method="highs",
+        at_most=[(row, 0.0) for row in (*rows, *nestings)],
+        equal=[*((row, 0.0) for row in sums), *zip(deviations, itertools.chain.from_iterable(even), strict=True)],
+        lower=[0.0] * count + [1.0] + [0.0] * 2 * count + [least_s_per_byte * unit],
+        upper=[1.0] * tau + [highspy.kHighsInf],
     )
-    return block.unpack(_checked(result).x.tolist())[1]
+    return block.unpack(result.values.tolist())[1]
 
 
-def _checked(result: OptimizeResult) -> OptimizeResult:
-    if not result.success:
-        raise RingweaveError(f"shares: {result.message}, expected a solution. Force --schedule ring and report it.")
-    return result
+class _SilentSolver(highspy.Highs):
+    """HiGHS without callbacks: enabling them prints a banner to the standard output before it can be turned off."""
+
+    def enableCallbacks(self) -> None:  # noqa: N802 - highspy's name
+        """Do nothing."""
 
 
-def _sparse_matrix(rows: Sequence[_SparseRow], num_columns: int) -> csr_array:
-    at = [index for index, row in enumerate(rows) for _ in row]
-    columns = [column for row in rows for column in row]
-    values = [value for row in rows for value in row.values()]
-    return csr_array((values, (at, columns)), shape=(len(rows), num_columns))
+@dataclass(frozen=True, slots=True)
+class _Solution:
+    """Values of the variables, and price of each row: what a looser limit would take from the cost."""
+
+    values: np.ndarray
+    prices: np.ndarray
+
+
+def _solve(
+    cost: np.ndarray,
+    *,
+    at_most: Sequence[tuple[_SparseRow, float]],
+    equal: Sequence[tuple[_SparseRow, float]],
+    lower: list[float],
+    upper: list[float],
+) -> _Solution:
+    """Return the least cost, where rows are at most, or equal to, the numbers beside them.
+
+    Raises:
+        RingweaveError: The solver fails.
+    """
+    program, rows = highspy.HighsLp(), [row for row, _ in (*at_most, *equal)]
+    program.num_col_, program.num_row_ = len(cost), len(rows)
+    program.col_cost_, program.col_lower_, program.col_upper_ = cost, lower, upper
+    limits = [limit for _, limit in (*at_most, *equal)]
+    program.row_lower_, program.row_upper_ = [-highspy.kHighsInf] * len(at_most) + limits[len(at_most) :], limits
+    matrix = program.a_matrix_
+    matrix.format_ = highspy.MatrixFormat.kRowwise
+    matrix.start_ = np.cumsum([0, *map(len, rows)])
+    matrix.index_ = [column for row in rows for column in row]
+    matrix.value_ = [value for row in rows for value in row.values()]
+    solver = _SilentSolver()
+    solver.silent()
+    solver.setOptionValue("threads", 1)
+    solver.passModel(program)
+    solver.run()
+    status = solver.getModelStatus()
+    if status != highspy.HighsModelStatus.kOptimal:
+        text = solver.modelStatusToString(status)
+        raise RingweaveError(f"shares: {text}, expected a solution. Force --schedule ring and report it.")
+    solution = solver.getSolution()
+    return _Solution(np.array(solution.col_value), np.array(solution.row_dual))
 
 
 class _TreeVariables:
@@ -185,11 +222,11 @@ class _LinearProgram:
         self._sums = [row for block in self.blocks for row in block.sum_constraints()]
         self._nestings = [row for block in self.blocks for row in block.nesting_constraints()]
 
-    def minimise(self, levels: Sequence[float | None] | None = None, at_most: float | None = None) -> OptimizeResult:
+    def minimise(self, levels: Sequence[float | None] | None = None, at_most: float | None = None) -> _Solution:
         """Find the least tau: each link stays below its level, or, where that is None, below tau."""
         cost = np.zeros(self._tau + 1)
         cost[self._tau] = 1
-        rows, limits = [], []
+        rows: list[tuple[_SparseRow, float]] = []
         for vertex, level in zip(self.slowness, levels or [None] * len(self.slowness), strict=True):
             row = dict(self._loads[vertex])
             if at_most:
@@ -197,19 +234,15 @@ class _LinearProgram:
                     cost[column] += _TOTAL_LOAD_WEIGHT * factor / self._tau
             if level is None:
                 row[self._tau] = -1.0
-            rows.append(row)
-            limits.append(level or 0.0)
+            rows.append((row, level or 0.0))
         whole = {block.weight: 1.0 for block in self.blocks}
-        result = linprog(
+        return _solve(
             cost,
-            A_ub=_sparse_matrix([*rows, *self._nestings], self._tau + 1),
-            b_ub=limits + [0.0] * len(self._nestings),
-            A_eq=_sparse_matrix([*self._sums, whole], self._tau + 1),
-            b_eq=[0.0] * len(self._sums) + [1.0],
-            bounds=[(0, 1)] * self._tau + [(0, at_most)],
-            method="highs",
+            at_most=[*rows, *((row, 0.0) for row in self._nestings)],
+            equal=[*((row, 0.0) for row in self._sums), (whole, 1.0)],
+            lower=[0.0] * (self._tau + 1),
+            upper=[1.0] * self._tau + [highspy.kHighsInf if at_most is None else at_most],
         )
-        return _checked(result)
 
     def unpack(self, values: np.ndarray) -> TreeSolutions:
         found = np.clip(values, 0, 1)
