@@ -243,15 +243,15 @@ def check_functional() -> None:
 
 
 def destroy_and_look() -> tuple[bool, int]:
-    """(whether the group object is gone, how many of its threads are left) after destroying it; then another one."""
-    group = weakref.ref(dist.group.WORLD)
+    """(whether the group and its engine are gone, how many threads are left) after destroying it; then another one."""
     for num in (100, 100_000):
         dist.all_reduce(torch.ones(num))
+    group, engine = weakref.ref(dist.group.WORLD), weakref.ref(dist.group.WORLD._engine)  # made, unused
     dist.barrier()
     gc.disable()  # reference counts alone must do it: at exit it would be too late for Gloo's threads
     dist.destroy_process_group()
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("ringweave")]
-    gone = group() is None
+    gone = group() is None and engine() is None
     store = dist.TCPStore("127.0.0.1", int(os.environ["RINGWEAVE_TESTING_STORE_PORT"]), is_master=False)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("ringweave", store=store, rank=rank, world_size=size)

@@ -111,11 +111,14 @@ class CollectiveChannel:
         self._callbacks = callbacks
         self._run_job = run_job
         self._jobs: queue.SimpleQueue[CollectiveJob | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run_jobs, name=name, daemon=True)
+        self._name = name
+        self._thread: threading.Thread | None = None
+        """Made with the first job: a thread that never starts keeps its channel, and with it the group."""
 
     def submit(self, job: CollectiveJob) -> None:
         """Run the job after those submitted before; never called by two threads at a time."""
-        if self._thread.ident is None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run_jobs, name=self._name, daemon=True)
             self._thread.start()
         self._jobs.put(job)
 
@@ -133,15 +136,16 @@ class CollectiveChannel:
 
     def wait_finished(self, timeout_s: float) -> bool:
         """Return True if all submitted jobs finish within `timeout_s`; call `stop_accepting` first."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def close(self, timeout_s: float) -> None:
         """Close the connections, after `stop_accepting`; unfinished jobs fail."""
-        if self._thread.is_alive():
+        if not self.wait_finished(0.0):
             self.abort()
-            self._thread.join(timeout_s)
+            self.wait_finished(timeout_s)
         self.transport.close()
 
     def _run_jobs(self) -> None:
