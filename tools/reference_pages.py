@@ -66,9 +66,44 @@ def cli_page() -> str:
 def job_states_page() -> str:
     """Return the page of states, reasons and the state diagram."""
     return (
-        f"{_JOB_STATES_HEAD}{states.states_to_markdown()}\n"
-        f"The diagram leaves out that every state can go to Deleting.\n\n```mermaid\n{states.states_to_mermaid()}```\n"
+        f"{_JOB_STATES_HEAD}{_states_to_markdown()}\n"
+        f"The diagram leaves out that every state can go to Deleting.\n\n```mermaid\n{_states_to_mermaid()}```\n"
     )
+
+
+def _states_to_mermaid() -> str:
+    """Return the state diagram of docs/reference/job-states.md; DELETING is drawn after end states only."""
+    lines = ["stateDiagram-v2", "    [*] --> Pending", "    [*] --> Suspended"]
+    for state, after in states.TRANSITIONS.items():
+        lines += [
+            f"    {state} --> {other}" for other in after if other is not states.JobState.DELETING or state.is_end
+        ]
+    return "\n".join([*lines, "    Deleting --> [*]"]) + "\n"
+
+
+def _states_to_markdown() -> str:
+    """Return the tables of states and reasons of docs/reference/job-states.md."""
+    rows = [f"| {state} | {meaning} |" for state, meaning in states.JOB_STATE_TEXTS.items()]
+    reasons = [
+        f"| {kind.subject} | {kind.states} | `{code}` | {_without_braces(kind.text)} | {_without_braces(kind.hint)} |"
+        for code, kind in states.REASON_TEMPLATES.items()
+    ]
+    return "\n".join(
+        [
+            "| state | meaning |",
+            "|---|---|",
+            *rows,
+            "",
+            "| of | state | reason | text | hint |",
+            "|---|---|---|---|---|",
+            *reasons,
+            "",
+        ]
+    )
+
+
+def _without_braces(text: str) -> str:
+    return text.replace("{", "_").replace("}", "_").replace("|", "\\|")
 
 
 def _command_sections(name: str, parent: click.Context) -> Iterator[str]:

@@ -25,7 +25,6 @@ from typing import Any
 from ringweave.platforms.kubernetes import api_client
 from ringweave.platforms.kubernetes.action_executor import ActionExecutor
 from ringweave.platforms.kubernetes.api_client import STRATEGIC_MERGE_PATCH, KubernetesClient, ResourceKind
-from ringweave.platforms.kubernetes.crd import custom_resource_definition
 from ringweave.platforms.kubernetes.job_admission import JobAdmission
 from ringweave.platforms.kubernetes.objects import PodSettings
 from ringweave.platforms.kubernetes.reconciler import TrainingJobReconciler
@@ -34,6 +33,7 @@ from tests.fakes.kubernetes.api import ApiRequest, FakeApi
 from tests.fakes.kubernetes.fake_cluster import FakeCluster
 from tests.fakes.kubernetes.simulated_kubelet import SimulatedKubelet
 from tests.fakes.kubernetes.users import MASTERS_GROUP, User
+from tools.kubernetes_crd import custom_resource_definition
 
 ADMIN = User(name="kubelet", groups=(MASTERS_GROUP,))
 STEPS = ("make", "ready", "run", "end", "tidy")

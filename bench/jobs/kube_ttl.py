@@ -19,10 +19,10 @@ from pathlib import Path
 
 from ringweave.platforms.kubernetes import api_client, job_resource, names
 from ringweave.platforms.kubernetes.api_client import KubernetesClient
-from ringweave.platforms.kubernetes.crd import custom_resource_definition
 from tests.fakes.kubernetes.fake_cluster import FakeCluster
 from tests.fakes.kubernetes.operator_process import OperatorProcess
 from tests.fakes.kubernetes.simulated_kubelet import SimulatedKubelet
+from tools.kubernetes_crd import custom_resource_definition
 
 TTL_S = 2.0
 WHERE = "default"

@@ -19,12 +19,12 @@ from ringweave.platforms.kubernetes import api_client, names
 from ringweave.platforms.kubernetes import operator as kubernetes_operator
 from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
 from ringweave.platforms.kubernetes.api_errors import ApiError
-from ringweave.platforms.kubernetes.crd import custom_resource_definition
 from tests.fakes.kubernetes import validation
 from tests.fakes.kubernetes.fake_cluster import FakeCluster
 from tests.fakes.kubernetes.operator_process import OperatorProcess
 from tests.fakes.kubernetes.simulated_kubelet import SimulatedKubelet
 from tests.polling import wait_until
+from tools.kubernetes_crd import custom_resource_definition
 
 SOON_S = 250.0
 SERVICE_ACCOUNTS = api_client.ResourceKind(api_version="v1", kind="ServiceAccount", plural="serviceaccounts")

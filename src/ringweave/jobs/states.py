@@ -1,4 +1,4 @@
-"""Tables of job and node states, their transitions and the reasons; the tables in the docs are rendered from them."""
+"""Tables of job and node states, their transitions and the reasons; docs/reference/job-states.md shows them."""
 
 import enum
 from collections.abc import Mapping
@@ -327,36 +327,3 @@ def make_reason(code: str, **words: object) -> Reason:
     """Return the reason of this code, with its placeholders filled in."""
     kind = REASON_TEMPLATES[code]
     return Reason(code=code, text=kind.text.format(**words), hint=kind.hint.format(**words))
-
-
-def states_to_mermaid() -> str:
-    """Return the state diagram of docs/reference/job-states.md; DELETING is drawn after end states only."""
-    lines = ["stateDiagram-v2", "    [*] --> Pending", "    [*] --> Suspended"]
-    for state, after in TRANSITIONS.items():
-        lines += [f"    {state} --> {other}" for other in after if other is not JobState.DELETING or state.is_end]
-    return "\n".join([*lines, "    Deleting --> [*]"]) + "\n"
-
-
-def states_to_markdown() -> str:
-    """Return the tables of states and reasons of docs/reference/job-states.md."""
-    states = [f"| {state} | {meaning} |" for state, meaning in JOB_STATE_TEXTS.items()]
-    reasons = [
-        f"| {kind.subject} | {kind.states} | `{code}` | {_escape_markdown(kind.text)} | {_escape_markdown(kind.hint)} |"
-        for code, kind in REASON_TEMPLATES.items()
-    ]
-    return "\n".join(
-        [
-            "| state | meaning |",
-            "|---|---|",
-            *states,
-            "",
-            "| of | state | reason | text | hint |",
-            "|---|---|---|---|---|",
-            *reasons,
-            "",
-        ]
-    )
-
-
-def _escape_markdown(text: str) -> str:
-    return text.replace("{", "_").replace("}", "_").replace("|", "\\|")

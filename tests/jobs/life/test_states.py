@@ -1,20 +1,10 @@
-from pathlib import Path
-
 import pytest
 
 from ringweave.errors import JobError
-from ringweave.jobs import records, states
+from ringweave.jobs import records
 from ringweave.jobs.records import EndCause, cause_of_exit
 from ringweave.jobs.states import JOB_STATE_TEXTS, TRANSITIONS, JobState
 from tests.jobs.life import lives
-
-PAGE = Path(__file__).parents[3] / "docs" / "reference" / "job-states.md"
-
-
-def test_the_page_has_the_tables_and_the_diagram() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert states.states_to_markdown() in text
-    assert f"```mermaid\n{states.states_to_mermaid()}```" in text
 
 
 def test_every_state_is_described_and_has_its_ways() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from ringweave.platforms.kubernetes import api_client
 from ringweave.platforms.kubernetes.api_client import KubernetesClient
-from ringweave.platforms.kubernetes.crd import custom_resource_definition
 from tests.fakes.kubernetes.fake_cluster import FakeCluster
+from tools.kubernetes_crd import custom_resource_definition
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ from ringweave.errors import JobError, LaunchError
 from ringweave.jobs.request import JobRequest, NodeRequest
 from ringweave.platforms.kubernetes import api_client
 from ringweave.platforms.kubernetes.api_client import KubernetesClient
-from ringweave.platforms.kubernetes.crd import custom_resource_definition
 from ringweave.platforms.kubernetes.platform import KubernetesPlatform
 from tests.fakes.kubernetes import validation
 from tests.fakes.kubernetes.fake_cluster import FakeCluster
 from tests.fakes.kubernetes.users import MASTERS_GROUP
+from tools.kubernetes_crd import custom_resource_definition
 
 USERS: dict[str, tuple[str, ...]] = {"admin": (MASTERS_GROUP,), "bob": ()}
 REQUEST = {"name": "text", "num_workers": 3, "nodes": (NodeRequest(name="n0", capacity=3),)}

@@ -14,10 +14,19 @@ from ringweave.jobs.records import DesiredJobState, Job, JobEvent, NodeRecord
 from ringweave.jobs.request import DeletionPolicy, ElasticRequest, JobRequest, NodeRequest
 from ringweave.jobs.states import JobState, NodeState, Reason
 from ringweave.platforms.kubernetes import names
-from ringweave.platforms.kubernetes.crd import CONDITION_TEXTS, REFUSED_STATE
 from ringweave.platforms.registry import reason_with_platform_option, with_platform_option
 
 ResourceObject = Mapping[str, Any]
+CONDITION_TEXTS = {
+    "Admitted": "The requester may submit the job, and the total can be split.",
+    "Running": "All nodes train; of an elastic job, enough of them.",
+    "Suspended": "The job is suspended.",
+    "Succeeded": "All nodes finished with exit code 0; of an elastic job, all but hung ones.",
+    "Failed": "The script failed, a node failed more often than maxRetries allows, or a user stopped the job.",
+}
+"""Condition type -> meaning of True."""
+REFUSED_STATE = "Refused"
+"""State of a job that was not admitted."""
 _SHARED_FIELDS = {
     **{name: name for name in ("script", "module", "command", "directory", "data", "image", "claim")},
     **{name: name for name in ("mode", "schedule", "tuning", "order", "encrypt", "wire")},

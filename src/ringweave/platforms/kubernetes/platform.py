@@ -25,7 +25,6 @@ from ringweave.platforms.api import EventView, JobView, LogLine, LogQuery, Platf
 from ringweave.platforms.kubernetes import api_client, job_resource, names, pod_logs, pod_status
 from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object, connection_info
 from ringweave.platforms.kubernetes.api_errors import ApiError
-from ringweave.platforms.kubernetes.crd import REFUSED_STATE
 from ringweave.platforms.kubernetes.objects import JobOwner
 
 LOG_POLL_S = 0.5
@@ -224,7 +223,7 @@ def displayed_training_job(resource: TrainingJobObject, now: float) -> Job:
     job = records.new_job(
         request, requester=job_resource.requester_of(resource), counts=counts, now=_created_s(resource, now)
     )
-    if status.get("state") == REFUSED_STATE:
+    if status.get("state") == job_resource.REFUSED_STATE:
         reason = Reason(code=status["reason"], text=status["message"], hint="Fix it; the operator tries again")
         return replace(job, record=replace(job.record, state=JobState.FAILED, reason=reason))
     manager = resource["spec"].get("managedBy") or "the operator"
@@ -354,7 +353,7 @@ class KubernetesPlatform(Platform):
             status = resource.get("status", {})
             if "record" in status:
                 return resource
-            if status.get("state") == REFUSED_STATE:
+            if status.get("state") == job_resource.REFUSED_STATE:
                 await client.delete_exactly(api_client.TRAINING_JOBS, resource)
                 raise JobError(status["message"])
             await asyncio.sleep(_ADMISSION_POLL_S)

@@ -7,9 +7,9 @@ import pytest
 from ruamel.yaml import YAML
 
 from ringweave.jobs.request import MODES, JobFileEntry, JobNodeEntry
-from ringweave.platforms.kubernetes import crd
-from ringweave.platforms.kubernetes.crd import custom_resource_definition
 from tests.fakes.kubernetes import validation
+from tools import kubernetes_crd
+from tools.kubernetes_crd import custom_resource_definition
 
 DEPLOY = Path(__file__).parents[4] / "deploy"
 RENAMED = {
@@ -21,7 +21,7 @@ RENAMED = {
     "max_loss_increase": "maxLossIncrease",
 }
 OF_A_NODE = {"max_retries": "maxRetries", "deletion": "deletionPolicy"}
-HEAD = "# Rendered by ringweave.platforms.kubernetes.crd: pytest tests/launch/kubernetes --update-golden writes it.\n"
+HEAD = "# Rendered by tools/kubernetes_crd.py: pytest tests/launch/kubernetes --update-golden writes it.\n"
 
 
 def test_the_committed_file_is_what_the_code_renders(check_golden) -> None:
@@ -33,7 +33,7 @@ def test_the_committed_file_is_what_the_code_renders(check_golden) -> None:
 
 
 def test_every_key_of_the_job_file_has_its_field() -> None:
-    spec = crd.spec_schema()["properties"]
+    spec = kubernetes_crd.spec_schema()["properties"]
     keys = {RENAMED.get(key, key) for key in JobFileEntry.model_fields} - {"name", "lab"}
     assert keys <= spec.keys()
     assert spec["mode"]["enum"] == list(MODES)
@@ -53,7 +53,7 @@ def test_every_key_of_the_job_file_has_its_field() -> None:
     ],
 )
 def test_defaults_are_those_of_the_job_file(field: str, key: str) -> None:
-    assert crd.spec_schema()["properties"][field]["default"] == JobFileEntry.model_fields[key].default
+    assert kubernetes_crd.spec_schema()["properties"][field]["default"] == JobFileEntry.model_fields[key].default
 
 
 def test_every_manifest_is_in_a_kustomization() -> None:
@@ -80,10 +80,10 @@ def test_a_write_of_the_status_evaluates_no_rule_of_the_split(monkeypatch: pytes
     """
     counted: list[int] = []
     monkeypatch.setitem(validation._CEL_FUNCTIONS, "probe", lambda index: counted.append(index) is None)
-    rules = [*crd.spec_rules(), *crd.field_rules("environment")]
+    rules = [*kubernetes_crd.spec_rules(), *kubernetes_crd.field_rules("environment")]
     on_creation = [each for each in rules if each.get("optionalOldSelf")]
     assert not [each for each in rules if ".sum()" in each["rule"] and each not in on_creation]
-    nodes = [{"name": f"n{index}", "capacity": 4} for index in range(crd.MAX_NODES)]
+    nodes = [{"name": f"n{index}", "capacity": 4} for index in range(kubernetes_crd.MAX_NODES)]
     spec = {"cpuWorkers": 500, "script": "train.py", "nodes": nodes, "minPerNode": 3, "standby": False, "mode": "auto"}
     guard = "oldSelf.hasValue() || ("
     for index, each in enumerate(on_creation[:-1]):

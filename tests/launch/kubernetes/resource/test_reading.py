@@ -7,9 +7,10 @@ from ruamel.yaml import YAML
 
 from ringweave.jobs.records import DesiredJobState
 from ringweave.jobs.request import DeletionPolicy, ElasticRequest, JobRequest, NodeRequest
-from ringweave.platforms.kubernetes import crd, job_resource
-from ringweave.platforms.kubernetes.crd import custom_resource_definition
+from ringweave.platforms.kubernetes import job_resource
 from tests.fakes.kubernetes import validation
+from tools import kubernetes_crd
+from tools.kubernetes_crd import custom_resource_definition
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "kubernetes" / "text.yaml"
 SCHEMA = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
@@ -84,7 +85,7 @@ def test_deletion_and_verbs_are_what_is_asked() -> None:
 
 def test_the_largest_source_is_larger_than_what_a_config_map_takes() -> None:
     # The API server counts characters; bytes are counted when the ConfigMap is made.
-    assert crd.MAX_SOURCE == 2**20
+    assert kubernetes_crd.MAX_SOURCE == 2**20
 
 
 def test_the_example_is_legal() -> None:

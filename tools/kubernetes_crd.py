@@ -1,5 +1,7 @@
 """CustomResourceDefinition of TrainingJob: OpenAPI fields, CEL rules, status schema and printer columns.
 
+`deploy/base/trainingjobs.yaml` is rendered from it: pytest tests/launch/kubernetes --update-golden writes that file.
+
 Every key of the job file has its field; a test compares the two. Limits on lists keep the cost of the CEL rules below
 what an API server grants. The rules refuse invalid requests in the API server itself, before anything is stored.
 
@@ -19,6 +21,7 @@ from ringweave.jobs.request import ELASTIC_SERVER_MODES, MAX_WORKERS, RESERVED_P
 from ringweave.jobs.split import MIN_PER_NODE
 from ringweave.jobs.states import JobState
 from ringweave.platforms.kubernetes import names
+from ringweave.platforms.kubernetes.job_resource import CONDITION_TEXTS, REFUSED_STATE
 
 Schema = dict[str, Any]
 
@@ -463,18 +466,6 @@ def _make_rule(rule: str, message: str, *, message_expression: str | None = None
         "message": message,
         **({"messageExpression": message_expression} if message_expression else {}),
     }
-
-
-CONDITION_TEXTS = {
-    "Admitted": "The requester may submit the job, and the total can be split.",
-    "Running": "All nodes train; of an elastic job, enough of them.",
-    "Suspended": "The job is suspended.",
-    "Succeeded": "All nodes finished with exit code 0; of an elastic job, all but hung ones.",
-    "Failed": "The script failed, a node failed more often than maxRetries allows, or a user stopped the job.",
-}
-"""Condition type -> meaning of True."""
-REFUSED_STATE = "Refused"
-"""State of a job that was not admitted."""
 
 
 def custom_resource_definition() -> dict[str, Any]:
