@@ -64,7 +64,7 @@ def _look(place: FakeJobRuntime, deciding_s: list[float], saving_s: list[float])
     for action in found:
         if isinstance(action, records.SaveRecord):
             record = action.record
-            _timed(saving_s, lambda record=record: records.parse_record(records.dump_record(record)))
+            _timed(saving_s, lambda record=record: records.RECORD_JSON.parse(records.RECORD_JSON.dump(record)))
         place.apply(action)
 
 

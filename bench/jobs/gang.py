@@ -43,7 +43,7 @@ class Watch:
             for path in self._root.glob("jobs/*/groups/*/status.json"):
                 try:
                     written_s = path.stat().st_mtime
-                    phase = str(agent_channel.parse_status(path.read_bytes()).phase)
+                    phase = str(agent_channel.STATUS_JSON.parse(path.read_bytes()).phase)
                 except (OSError, ValueError):
                     continue
                 self.times.setdefault((path.parent.name, phase), written_s)

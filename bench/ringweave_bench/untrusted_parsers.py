@@ -567,13 +567,13 @@ def checkpoint_parsers() -> list[UntrustedParser]:
 def platform_parsers() -> list[UntrustedParser]:
     """Return the parsers of records of jobs, and of what agents, hosts and services send each other."""
     documents = [
-        ("job record", records.parse_record, records.JobRecord),
-        ("agent status", agent_channel.parse_status, agent_channel.AgentStatus),
-        ("desired state", agent_channel.parse_desired_state, agent_channel.DesiredState),
-        ("rendezvous", agent_channel.parse_rendezvous, agent_channel.RendezvousResult),
-        ("job config", job_config.parse_job_config, job_config.JobConfig),
-        ("run entry", run_entry.parse_entry, run_entry.RunEntry),
-        ("host config", run_entry.parse_host_config, run_entry.HostConfig),
+        ("job record", records.RECORD_JSON.parse, records.JobRecord),
+        ("agent status", agent_channel.STATUS_JSON.parse, agent_channel.AgentStatus),
+        ("desired state", agent_channel.DESIRED_STATE_JSON.parse, agent_channel.DesiredState),
+        ("rendezvous", agent_channel.RENDEZVOUS_JSON.parse, agent_channel.RendezvousResult),
+        ("job config", job_config.JOB_CONFIG_JSON.parse, job_config.JobConfig),
+        ("run entry", run_entry.ENTRY_JSON.parse, run_entry.RunEntry),
+        ("host config", run_entry.HOST_CONFIG_JSON.parse, run_entry.HostConfig),
         ("leadership record", leadership_log.parse_record, leadership_log.LeadershipRecord),
         ("leadership answer", leadership_log.parse_answer, leadership_log.LogAnswer),
     ]

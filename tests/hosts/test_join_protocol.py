@@ -30,7 +30,7 @@ from ringweave.platforms.hosts.join_protocol import (
 )
 from ringweave.platforms.hosts.messages import HOST_ROLE, JoinAnswer, JoinRequest, RunStatusRequest
 from ringweave.platforms.hosts.quorum_election import LEASE_S, Ballot, Leadership, is_quorum
-from ringweave.platforms.hosts.run_entry import HostEndpoint, RunEntry, dump_entry, parse_entry
+from ringweave.platforms.hosts.run_entry import ENTRY_JSON, HostEndpoint, RunEntry
 from ringweave.platforms.submission import JobOrigin
 from ringweave.rpc import CertificateAuthority, Credentials, RpcClient, TlsAuthentication
 from tests.polling import wait_until
@@ -110,10 +110,10 @@ def test_a_mistyped_token_is_noticed_before_anything_is_sent(position: int, lett
 
 
 def test_neither_entry_nor_request_nor_texts_show_the_secret() -> None:
-    shown = dump_entry(entry_with_seat()) + request_of().model_dump_json() + repr(TOKEN) + repr(request_of())
+    shown = ENTRY_JSON.dump(entry_with_seat()) + request_of().model_dump_json() + repr(TOKEN) + repr(request_of())
     for secret in (TOKEN.secret.hex(), str(TOKEN)[43:75], JOINED.key_pem.splitlines()[1], JOINED.token):
         assert secret not in shown
-    assert TOKEN.proof not in dump_entry(entry_with_seat()) + repr(request_of())
+    assert TOKEN.proof not in ENTRY_JSON.dump(entry_with_seat()) + repr(request_of())
 
 
 def test_the_token_alone_opens_the_credentials() -> None:
@@ -151,7 +151,7 @@ def test_a_seat_is_taken_once() -> None:
     entry, seat = join_protocol.take_seat(entry_with_seat(), request_of(1), NOW)
     assert entry.hosts[2] == HostEndpoint(node="join-1", destination="", address="127.0.0.9", port=4001)
     assert [event.text for event in entry.events] == ["host join-1 joined from box1 (127.0.0.9)"]
-    assert (entry.unjoined, parse_entry(dump_entry(entry))) == ((), entry)
+    assert (entry.unjoined, ENTRY_JSON.parse(ENTRY_JSON.dump(entry))) == ((), entry)
     assert TOKEN.unseal(seat.sealed) == [JOINED]
     assert join_protocol.take_seat(entry, request_of(1), NOW + 1000) == (entry, seat), (
         "its answer was lost, so it asks again"
@@ -467,7 +467,7 @@ class Desk:
     def admit(self, request: JoinRequest) -> JoinAnswer:
         with self.lock:
             self.entry, seat = join_protocol.take_seat(self.entry, request, NOW)
-        return JoinAnswer(entry=dump_entry(self.entry), host=seat.host, sealed=seat.sealed, term=1, leader=0)
+        return JoinAnswer(entry=ENTRY_JSON.dump(self.entry), host=seat.host, sealed=seat.sealed, term=1, leader=0)
 
 
 @pytest.fixture

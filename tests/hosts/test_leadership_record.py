@@ -11,7 +11,7 @@ from ringweave.param_server import leadership_log
 from ringweave.param_server.leadership import LeadershipRecord
 from ringweave.platforms.hosts import host_runtime
 from ringweave.platforms.hosts.messages import LeadershipAnswer, LeadershipRequest
-from ringweave.platforms.hosts.run_entry import RunEntry, dump_entry, parse_entry
+from ringweave.platforms.hosts.run_entry import ENTRY_JSON, RunEntry
 from tests import effort
 from tests.hosts.test_join_protocol import entry_with_seat
 from tests.params.standby.test_leadership import MOVES, play
@@ -33,7 +33,7 @@ class EntryLog:
         changed = change(self.entry)
         if self.fails in ("make", "all"):
             raise LaunchError("no quorum")
-        self.entry = parse_entry(dump_entry(changed))
+        self.entry = ENTRY_JSON.parse(ENTRY_JSON.dump(changed))
         if changed.leadership and changed.leadership.record not in self.claims[-1:]:
             self.claims.append(changed.leadership.record)
         if self.fails == "answer":

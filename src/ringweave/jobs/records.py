@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -10,6 +11,8 @@ from ringweave.files import file_io
 from ringweave.jobs import worker_options
 from ringweave.jobs.request import ELASTIC_SERVER_MODES, JobRequest
 from ringweave.jobs.states import JobState, NodeState, Reason
+
+T = TypeVar("T")
 
 
 class GroupPhase(enum.StrEnum):
@@ -315,21 +318,6 @@ RECORD_FORMAT = 2
 """Format of a saved record, and of the files around it. Format 1 had other names of fields, causes and reasons."""
 
 
-def dump_record(record: JobRecord) -> str:
-    """Return the record as JSON with its format; `parse_record` returns an equal record."""
-    return add_format(_RECORD_ADAPTER.dump_json(record)).decode()
-
-
-def parse_record(text: str) -> JobRecord:
-    """Parse a text of `dump_record`.
-
-    Raises:
-        JobError: It has another format.
-    """
-    check_format(text, "record of the job")
-    return _RECORD_ADAPTER.validate_json(file_io.bounded(text))
-
-
 def add_format(text: bytes) -> bytes:
     """Return a JSON object with the key `format` in front of its own keys."""
     return b'{"format":%d,%b' % (RECORD_FORMAT, text[1:])
@@ -355,7 +343,35 @@ class _SavedFormat:
     format: int = 1
 
 
-_RECORD_ADAPTER, _FORMAT_ADAPTER = TypeAdapter(JobRecord), TypeAdapter(_SavedFormat)
+_FORMAT_ADAPTER = TypeAdapter(_SavedFormat)
+
+
+class JsonForm(Generic[T]):
+    """JSON of one type; what `dump` returns, `parse` reads."""
+
+    def __init__(self, kind: type[T], *, saved_as: str = "", indent: int | None = None) -> None:
+        """`saved_as` names a text that has the format of records; with `indent`, it is for people as well."""
+        self._adapter, self._saved_as, self._indent = TypeAdapter(kind), saved_as, indent
+
+    def dump(self, value: T) -> str:
+        """Return the JSON of a value."""
+        text = self._adapter.dump_json(value, indent=self._indent)
+        whole = add_format(text) if self._saved_as else text
+        return whole.decode() + ("\n" if self._indent else "")
+
+    def parse(self, text: str | bytes) -> T:
+        """Parse the JSON of a value.
+
+        Raises:
+            JobError: It has another format: another ringweave has written it.
+            ValueError: It is none.
+        """
+        if self._saved_as:
+            check_format(text, self._saved_as)
+        return self._adapter.validate_json(file_io.bounded(text))
+
+
+RECORD_JSON = JsonForm(JobRecord, saved_as="record of the job")
 
 
 MAX_EVENTS = 1000

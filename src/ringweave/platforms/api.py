@@ -29,7 +29,7 @@ def write_tombstone(folder: Path, record: JobRecord) -> None:
     with contextlib.suppress(FileNotFoundError):
         descriptor = os.open(folder / TOMBSTONE_FILE, os.O_WRONLY | os.O_CLOEXEC)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(records.dump_record(record))
+            file.write(records.RECORD_JSON.dump(record))
 
 
 class Tombstones:
@@ -62,7 +62,7 @@ class Tombstones:
             return None
         with os.fdopen(descriptor, encoding="utf-8") as file:
             text = file.read()
-        record = records.parse_record(text) if text else job.record
+        record = records.RECORD_JSON.parse(text) if text else job.record
         if record.outcome is None:
             return None
         reason = record.outcome_reason

@@ -93,7 +93,7 @@ class SimulatedKubelet:
         """End the Pod's container, with or without a termination message of its agent."""
         now = self.clock()
         is_good = agent_status is not None and agent_status.phase is GroupPhase.SUCCEEDED
-        message = {"message": agent_channel.dump_status(agent_status)} if agent_status else {}
+        message = {"message": agent_channel.STATUS_JSON.dump(agent_status)} if agent_status else {}
         ended = {
             "exitCode": exit_code,
             "reason": reason or ("Completed" if is_good else "Error"),

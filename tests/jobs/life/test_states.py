@@ -20,9 +20,9 @@ def test_a_signal_is_the_places_doing_and_an_exit_code_the_scripts() -> None:
 
 
 def test_a_record_of_another_format_is_refused() -> None:
-    text = records.dump_record(lives.a_job().record)
+    text = records.RECORD_JSON.dump(lives.a_job().record)
     assert text.startswith('{"format":2,')
-    assert records.parse_record(text) == lives.a_job().record
+    assert records.RECORD_JSON.parse(text) == lives.a_job().record
     for other, found in ((text.replace('"format":2,', "", 1), 1), (text.replace('"format":2', '"format":3', 1), 3)):
         with pytest.raises(JobError, match=rf"record of the job: 'format {found}', expected format 2\. Delete the job"):
-            records.parse_record(other)
+            records.RECORD_JSON.parse(other)

@@ -35,18 +35,18 @@ def config() -> JobConfig:
 def test_the_config_says_what_the_split_gave(config: JobConfig) -> None:
     assert [(node.index, node.name, node.workers) for node in config.nodes] == [(0, "n0", 10), (2, "n2", 5)]
     assert (config.world_size, config.node(2).name, config.script) == (15, "n2", "a/train.py")
-    assert job_config.parse_job_config(job_config.dump_job_config(config)) == config
+    assert job_config.JOB_CONFIG_JSON.parse(job_config.JOB_CONFIG_JSON.dump(config)) == config
 
 
 @pytest.mark.parametrize(("found", "text"), [('"format":3', "format 3"), ('"name":"job"', "format 1")])
 def test_a_config_of_another_ringweave_is_refused_and_both_formats_are_named(
     config: JobConfig, found: str, text: str
 ) -> None:
-    other = job_config.dump_job_config(config).replace('"format":2', found)
+    other = job_config.JOB_CONFIG_JSON.dump(config).replace('"format":2', found)
     with pytest.raises(
         JobError, match=rf"config of the job: '{text}', expected format 2\. Delete the job with the ringw"
     ):
-        job_config.parse_job_config(other)
+        job_config.JOB_CONFIG_JSON.parse(other)
 
 
 def test_each_node_starts_its_part_of_the_whole(config: JobConfig, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_options_of_the_workers_are_those_of_the_request(tmp_path: Path) -> 
     request = JobRequest(name="job", num_workers=4, module="text.train", nodes=nodes, order="round-robin", **words)
     job = records.new_job(request, requester="ann", counts=(2, 2), now=0.0)
     config = job_config.job_config(job, directory="/home/ann", script_text=None)
-    assert job_config.parse_job_config(job_config.dump_job_config(config)) == config
+    assert job_config.JOB_CONFIG_JSON.parse(job_config.JOB_CONFIG_JSON.dump(config)) == config
     assert (config.ranks_of_node(0), config.ranks_of_node(1), job.ranks_of_node(1)) == ([0, 2], [1, 3], [1, 3])
     program = node_layout.worker_program(config, tmp_path)
     assert program == WorkerProgram(target="text.train", is_module=True)
@@ -187,11 +187,11 @@ def test_what_is_told_reads_back() -> None:
         master_address=MEETING,
         last_loss=0.1,
     )
-    assert agent_channel.parse_status(agent_channel.dump_status(report)) == report
+    assert agent_channel.STATUS_JSON.parse(agent_channel.STATUS_JSON.dump(report)) == report
     orders = DesiredState(round=2, rendezvous=RendezvousResult(round=1, master_address=MEETING), stop=True, reason="w")
-    assert agent_channel.parse_desired_state(agent_channel.dump_desired_state(orders)) == orders
+    assert agent_channel.DESIRED_STATE_JSON.parse(agent_channel.DESIRED_STATE_JSON.dump(orders)) == orders
     opening = RendezvousResult(round=1, master_address=MEETING, addresses={"a": "b"})
-    assert agent_channel.parse_rendezvous(agent_channel.dump_rendezvous(opening)) == opening
+    assert agent_channel.RENDEZVOUS_JSON.parse(agent_channel.RENDEZVOUS_JSON.dump(opening)) == opening
     seen = report.to_group(3, 4, leaving=True)
     assert (seen.node, seen.attempt, seen.round, seen.phase, seen.cause, seen.is_terminating) == (
         *(3, 4, 2, GroupPhase.FAILED),

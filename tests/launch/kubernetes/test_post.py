@@ -34,7 +34,7 @@ def test_last_words_are_whole(text: str, tmp_path: Path, monkeypatch: pytest.Mon
     GatewayChannel(gateway, CONFIG, 0, termination_log=path).report_status(told)
     content = path.read_bytes()
     assert len(content) <= MAX_TERMINATION_MESSAGE_BYTES
-    found = agent_channel.parse_status(content)
+    found = agent_channel.STATUS_JSON.parse(content)
     assert (found.round, found.phase, found.cause, found.ended_s, found.last_loss) == (
         *(3, GroupPhase.FAILED, EndCause.PLATFORM),
         *(5.0, 0.5),
@@ -110,7 +110,7 @@ def test_orders_that_are_none_are_asked_for_again(tmp_path: Path) -> None:
             "[" * 100_000,
             "null",
             '{"round": "x"}',
-            agent_channel.dump_desired_state(DesiredState(round=4, stop=True)),
+            agent_channel.DESIRED_STATE_JSON.dump(DesiredState(round=4, stop=True)),
         ]
     )
     waited: list[float] = []
@@ -132,9 +132,9 @@ def test_what_is_known_of_many_members_does_not_cost_the_last_words() -> None:
         members=many[:63],
         evicted=many,
     )
-    heard = agent_channel.parse_status(agent_main.termination_message(said))
+    heard = agent_channel.STATUS_JSON.parse(agent_main.termination_message(said))
     assert (heard.phase, heard.text, heard.evicted) == (GroupPhase.SUCCEEDED, "all is well", ())
     few = AgentStatus(
         round=1, phase=GroupPhase.SUCCEEDED, pid=7, generation=(1, 2), members=many[:3], evicted=many[3:6]
     )
-    assert agent_channel.parse_status(agent_main.termination_message(few)) == few
+    assert agent_channel.STATUS_JSON.parse(agent_main.termination_message(few)) == few

@@ -113,7 +113,7 @@ def test_the_status_of_a_training_job_names_the_place_and_its_record_does_not() 
     wanted = f"{HELPS} --on kubernetes"
     assert [status["hint"], status["nodes"][0]["hint"], status["events"][0]["text"]] == [wanted] * 3
     assert all(wanted in item["message"] for item in status["conditions"] if item["type"] != "Admitted")
-    assert records.parse_record(status["record"]) == job().record
+    assert records.RECORD_JSON.parse(status["record"]) == job().record
 
 
 def test_all_verbs_are_known() -> None:

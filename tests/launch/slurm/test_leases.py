@@ -78,7 +78,7 @@ def test_orders_that_cannot_be_read_are_as_they_were(lease, tmp_path):
     group.root.mkdir(parents=True)
     post = FileAgentChannel(job, group, sleep_until_poll, lease.check)
     assert post.desired_state() == DesiredState(round=0)
-    group.desired_state.write_text(agent_channel.dump_desired_state(DesiredState(round=3)))
+    group.desired_state.write_text(agent_channel.DESIRED_STATE_JSON.dump(DesiredState(round=3)))
     assert post.desired_state() == DesiredState(round=3)
     group.desired_state.unlink()
     assert post.desired_state() == DesiredState(round=3)

@@ -44,9 +44,11 @@ class World:
         folder = self.folder.group(1, 1)
         folder.root.mkdir(parents=True, exist_ok=True)
         (folder.root / "grant").write_text(key)
-        folder.desired_state.write_text(agent_channel.dump_desired_state(orders or DesiredState(round=1)))
+        folder.desired_state.write_text(agent_channel.DESIRED_STATE_JSON.dump(orders or DesiredState(round=1)))
         if phase is not None:
-            folder.status.write_text(agent_channel.dump_status(AgentStatus(round=1, phase=phase, pid=1, text=text)))
+            folder.status.write_text(
+                agent_channel.STATUS_JSON.dump(AgentStatus(round=1, phase=phase, pid=1, text=text))
+            )
         return folder
 
 
@@ -133,7 +135,7 @@ def test_a_step_that_was_cancelled_alone_counts_when_the_allocation_goes_on(worl
 def test_an_end_is_timed_by_the_age_of_its_report_and_not_by_the_clock_of_its_machine(world, ahead_s):
     folder = world.group(GroupPhase.SUCCEEDED)
     report = AgentStatus(round=1, phase=GroupPhase.SUCCEEDED, pid=1, ended_s=time.time() + ahead_s)
-    folder.status.write_text(agent_channel.dump_status(report))
+    folder.status.write_text(agent_channel.STATUS_JSON.dump(report))
     written = folder.status.stat()
     os.utime(folder.status, (written.st_atime, written.st_mtime - 10.0))
     world.means = replace(world.means, wall_clock=lambda: 5000.0)
@@ -199,13 +201,13 @@ def test_the_gate_opens_at_what_the_first_node_offered(world):
     for node, host in ((0, "10.0.0.2"), (1, "10.0.0.3")):
         folder = world.folder.group(node, 1)
         folder.root.mkdir(parents=True)
-        folder.desired_state.write_text(agent_channel.dump_desired_state(DesiredState(round=1)))
+        folder.desired_state.write_text(agent_channel.DESIRED_STATE_JSON.dump(DesiredState(round=1)))
         report = AgentStatus(round=1, phase=GroupPhase.READY, pid=1, master_address=HostPort(host=host, port=5))
-        folder.status.write_text(agent_channel.dump_status(report))
+        folder.status.write_text(agent_channel.STATUS_JSON.dump(report))
     assert place.observe().released_round == 0
     place.apply(records.ReleaseBarrier(round=1))
     assert place.observe().released_round == 1
-    opening = agent_channel.parse_rendezvous(world.folder.rendezvous.read_bytes())
+    opening = agent_channel.RENDEZVOUS_JSON.parse(world.folder.rendezvous.read_bytes())
     assert opening.master_address == HostPort(host="10.0.0.2", port=5)
     assert opening.addresses == {"n0": "10.0.0.2", "n1": "10.0.0.3"}
     place.apply(records.DeleteConfig())

@@ -12,11 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pydantic import TypeAdapter
-
 from ringweave.errors import explain
-from ringweave.files import file_io
-from ringweave.jobs.records import EndCause, GroupPhase, ObservedGroup
+from ringweave.jobs.records import EndCause, GroupPhase, JsonForm, ObservedGroup
 from ringweave.launcher.restarts import NoRestartError
 from ringweave.launcher.workers import HostPort
 from ringweave.param_server.leadership_log import LeadershipLog
@@ -256,50 +253,5 @@ def server_addresses(config: JobConfig, offers: Mapping[str, AgentStatus]) -> tu
     return addresses if len(addresses) == config.num_servers else None
 
 
-def dump_status(status: AgentStatus) -> str:
-    """Return the status as JSON."""
-    return _STATUS_ADAPTER.dump_json(status).decode()
-
-
-def parse_status(text: str | bytes) -> AgentStatus:
-    """Parse the JSON of a status.
-
-    Raises:
-        ValueError: It is none.
-    """
-    return _STATUS_ADAPTER.validate_json(file_io.bounded(text))
-
-
-def dump_desired_state(desired: DesiredState) -> str:
-    """Return the desired state as JSON."""
-    return _DESIRED_STATE_ADAPTER.dump_json(desired).decode()
-
-
-def parse_desired_state(text: str | bytes) -> DesiredState:
-    """Parse the JSON of a desired state.
-
-    Raises:
-        ValueError: It is none.
-    """
-    return _DESIRED_STATE_ADAPTER.validate_json(file_io.bounded(text))
-
-
-def dump_rendezvous(rendezvous: RendezvousResult) -> str:
-    """Return the rendezvous result as JSON."""
-    return _RENDEZVOUS_ADAPTER.dump_json(rendezvous).decode()
-
-
-def parse_rendezvous(text: str | bytes) -> RendezvousResult:
-    """Parse the JSON of a rendezvous result.
-
-    Raises:
-        ValueError: It is none.
-    """
-    return _RENDEZVOUS_ADAPTER.validate_json(file_io.bounded(text))
-
-
-_STATUS_ADAPTER, _DESIRED_STATE_ADAPTER, _RENDEZVOUS_ADAPTER = (
-    TypeAdapter(AgentStatus),
-    TypeAdapter(DesiredState),
-    TypeAdapter(RendezvousResult),
-)
+STATUS_JSON, DESIRED_STATE_JSON = JsonForm(AgentStatus), JsonForm(DesiredState)
+RENDEZVOUS_JSON = JsonForm(RendezvousResult)

@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from ringweave.errors import JobError, explain
 from ringweave.files import file_io
-from ringweave.jobs import records, worker_options
-from ringweave.jobs.records import Job
+from ringweave.jobs import worker_options
+from ringweave.jobs.records import Job, JsonForm
 from ringweave.jobs.request import ELASTIC_SERVER_MODES, SERVER_MODES, JobRequest
 from ringweave.jobs.worker_options import DEFAULT_OPTIONS, WorkerOptions
 from ringweave.launcher.workers import WorkerProgram
@@ -202,20 +200,4 @@ def check_script_text(text: str, path: str) -> None:
         raise JobError(explain(f"bytes of script {path}", got=num_bytes, expected=expected, do=do, where="script"))
 
 
-def dump_job_config(config: JobConfig) -> str:
-    """Return the config as JSON, which `parse_job_config` reads."""
-    return records.add_format(_CONFIG_ADAPTER.dump_json(config, indent=2)).decode() + "\n"
-
-
-def parse_job_config(text: str | bytes) -> JobConfig:
-    """Parse the JSON of a config.
-
-    Raises:
-        JobError: It has another format: the agent is of another ringweave than who submitted the job.
-        ValueError: It is none.
-    """
-    records.check_format(text, "config of the job")
-    return _CONFIG_ADAPTER.validate_json(file_io.bounded(text))
-
-
-_CONFIG_ADAPTER = TypeAdapter(JobConfig)
+JOB_CONFIG_JSON = JsonForm(JobConfig, saved_as="config of the job", indent=2)

@@ -40,7 +40,7 @@ def main(root: Path, node: int, attempt: int) -> None:
     environ, host_config = dict(os.environ), host.load_config()
     group = folder.group(node, attempt)
     supervised = SupervisedWait(group.wakeup, lambda: host_runtime.ensure_service(host, environ))
-    config = job_config.parse_job_config(file_io.read_bounded(folder.config))
+    config = job_config.JOB_CONFIG_JSON.parse(file_io.read_bounded(folder.config))
     assignment = AgentAssignment(
         config=config,
         node=node,

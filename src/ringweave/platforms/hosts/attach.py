@@ -27,7 +27,7 @@ from ringweave.launcher.supervise import collect_interrupts
 from ringweave.launcher.workers import WorkerExit
 from ringweave.platforms.agent import job_config
 from ringweave.platforms.hosts import host_runtime, join_protocol
-from ringweave.platforms.hosts.run_entry import KnownRun, RunEntry, forget_known_run, parse_entry
+from ringweave.platforms.hosts.run_entry import ENTRY_JSON, KnownRun, RunEntry, forget_known_run
 from ringweave.platforms.hosts.ssh import HostConnections, HostError, SshConnection, end_run_at_once
 from ringweave.telemetry import verdict
 
@@ -155,7 +155,7 @@ class RunFollower:
         entries = []
         for connection in self._open_connections():
             try:
-                entries.append(parse_entry(connection.call("status", run_id=self._known.run_id)["entry"]))
+                entries.append(ENTRY_JSON.parse(connection.call("status", run_id=self._known.run_id)["entry"]))
             except LaunchError:
                 continue
         if not entries:

@@ -189,7 +189,7 @@ class RunController:
         own: dict[str, str] = {}
         for node in (used[host], *(late if is_issuer else ())):
             own |= select_secrets(config, node, secrets)
-        self._act(host, "ReleaseBarrier", rendezvous=agent_channel.dump_rendezvous(rendezvous), secrets=own)
+        self._act(host, "ReleaseBarrier", rendezvous=agent_channel.RENDEZVOUS_JSON.dump(rendezvous), secrets=own)
 
 
 def observe_hosts(entry: RunEntry, views: Sequence[HostView]) -> ObservedJobState:

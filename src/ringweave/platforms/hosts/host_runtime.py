@@ -118,7 +118,7 @@ class HostJobRuntime:
 
     def _release_barrier(self, action: HostAction) -> None:
         """Keep the credentials of this host's own processes, then publish the rendezvous result."""
-        rendezvous = agent_channel.parse_rendezvous(action.rendezvous)
+        rendezvous = agent_channel.RENDEZVOUS_JSON.parse(action.rendezvous)
         if action.secrets:
             self._save_secrets(rendezvous.round, action.secrets)
         file_io.replace_text(self._folder.job.rendezvous, action.rendezvous, is_durable=True)

@@ -28,7 +28,7 @@ from ringweave.platforms.hosts import host_runtime, script_files
 from ringweave.platforms.hosts.join_protocol import JoinerAuthentication, JoinLine, JoinRefusedError
 from ringweave.platforms.hosts.messages import HOST_ROLE, FileBytes, JoinAnswer, JoinRequest, ReadFile
 from ringweave.platforms.hosts.quorum_election import Ballot
-from ringweave.platforms.hosts.run_entry import HostConfig, HostFolder, RunEntry, parse_entry
+from ringweave.platforms.hosts.run_entry import ENTRY_JSON, HostConfig, HostFolder, RunEntry
 from ringweave.relayed_address import is_relayed
 from ringweave.rpc import Credentials, RpcClient, TlsAuthentication
 
@@ -95,7 +95,7 @@ def _ask_for_seat(line: JoinLine, address: str | None, interrupts: Sequence[sign
     with socket.create_server(("", port)):
         answer = _repeat_call(line, request, interrupts)
     if answer.unreachable:
-        problem = "" if address else _find_unreached(parse_entry(answer.entry))
+        problem = "" if address else _find_unreached(ENTRY_JSON.parse(answer.entry))
         if address or problem:
             raise JobError("\n".join(filter(None, (answer.unreachable, problem))))
         changes = {"address": relayed_address.draw_address(rng), "port": node_context.free_port(rng)}
@@ -103,7 +103,7 @@ def _ask_for_seat(line: JoinLine, address: str | None, interrupts: Sequence[sign
         answer = _repeat_call(line, request, interrupts)
     return _Admission(
         answer=answer,
-        entry=parse_entry(answer.entry),
+        entry=ENTRY_JSON.parse(answer.entry),
         credentials=line.token.unseal(answer.sealed),
         address=request.address,
         port=request.port,

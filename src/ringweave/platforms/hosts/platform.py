@@ -19,7 +19,7 @@ from ringweave.platforms.api import EventLines, EventView, JobView, LogLine, Log
 from ringweave.platforms.hosts import host_runtime, join_protocol, run_entry, start
 from ringweave.platforms.hosts.host_list import HostList, HostSpec
 from ringweave.platforms.hosts.messages import RunStatus, RunStatusRequest, RunVerb
-from ringweave.platforms.hosts.run_entry import HostFolder, HostsOptions, KnownRun, RunEntry, parse_entry
+from ringweave.platforms.hosts.run_entry import ENTRY_JSON, HostFolder, HostsOptions, KnownRun, RunEntry
 from ringweave.platforms.hosts.ssh import HostConnections, SshConnection
 
 _VERB_RETRY_S = 0.3
@@ -63,7 +63,7 @@ class StartedRunAccess:
 
     def read_entry(self) -> RunEntry:
         answers = self._ask_all("status", stops_at_first=True)
-        return max((parse_entry(answer["entry"]) for answer in answers), key=lambda entry: entry.version)
+        return max((ENTRY_JSON.parse(answer["entry"]) for answer in answers), key=lambda entry: entry.version)
 
     def apply_verb(self, verb: str) -> None:
         entry = self.read_entry()
@@ -135,7 +135,7 @@ class HostRunAccess:
     def read_entry(self) -> RunEntry:
         try:
             status = host_runtime.call_service(self._folder, RunStatusRequest())
-            return self._folder.load_entry() if status is None else parse_entry(status.entry)
+            return self._folder.load_entry() if status is None else ENTRY_JSON.parse(status.entry)
         except FileNotFoundError as error:
             raise UnknownJobError(f"run {self._folder.run_id}: removed, expected one of this host.") from error
 

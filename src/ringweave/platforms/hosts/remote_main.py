@@ -29,11 +29,11 @@ from ringweave.platforms.hosts import host_runtime, script_files
 from ringweave.platforms.hosts.messages import RunStatusRequest, RunVerb
 from ringweave.platforms.hosts.quorum_election import Ballot
 from ringweave.platforms.hosts.run_entry import (
+    ENTRY_JSON,
+    HOST_CONFIG_JSON,
     HostFolder,
     find_run_folders,
     hosts_state_folder,
-    parse_entry,
-    parse_host_config,
 )
 from ringweave.platforms.hosts.ssh import HELLO, MAX_PAYLOAD_BYTES
 from ringweave.ports import parse_ports
@@ -175,9 +175,9 @@ class RemoteProgram:
         for listener in self._listeners:
             listener.close()
         host_runtime.start_host(
-            parse_host_config(request["config"]),
-            parse_entry(request["entry"]),
-            Ballot(term=1, voted_for=parse_host_config(request["config"]).first_leader),
+            HOST_CONFIG_JSON.parse(request["config"]),
+            ENTRY_JSON.parse(request["entry"]),
+            Ballot(term=1, voted_for=HOST_CONFIG_JSON.parse(request["config"]).first_leader),
             [rpc.Credentials.from_text(request[key]) for key in ("credentials", "command")],
         )
         return {}, b""

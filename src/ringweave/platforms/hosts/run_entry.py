@@ -15,7 +15,6 @@ STATE/hosts-NAME/ID/job/             job folder of the local platform, for the w
 ```
 """
 
-import json
 import re
 import socket
 from collections.abc import Mapping
@@ -23,18 +22,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import platformdirs
-from pydantic import TypeAdapter
 
 from ringweave.errors import LaunchError, UnknownJobError, explain
 from ringweave.files import file_io
 from ringweave.files.problems import suggest_closest
 from ringweave.jobs import records
-from ringweave.jobs.records import Job, JobEvent, JobRecord
+from ringweave.jobs.records import Job, JobEvent, JobRecord, JsonForm
 from ringweave.param_server.leadership_log import RoundLeadership
 from ringweave.platforms.agent.agent_channel import RendezvousResult
 from ringweave.platforms.hosts.host_list import HostSpec
 from ringweave.platforms.hosts.quorum_election import Ballot, EntryVersion
-from ringweave.platforms.local.job_folder import JobFolder
+from ringweave.platforms.local.job_folder import JobFolder, PathBelow
 from ringweave.platforms.submission import JobOrigin
 
 
@@ -132,22 +130,6 @@ class RunEntry:
         return replace(self, job=replace(self.job, record=record), events=(*self.events, *added)[-records.MAX_EVENTS :])
 
 
-def dump_entry(entry: RunEntry) -> str:
-    """Return the entry as JSON with its format."""
-    return records.add_format(_ENTRY_ADAPTER.dump_json(entry)).decode()
-
-
-def parse_entry(text: str | bytes) -> RunEntry:
-    """Parse the JSON of an entry.
-
-    Raises:
-        JobError: It has another format.
-        ValueError: It is none.
-    """
-    records.check_format(text, "entry of the run")
-    return _ENTRY_ADAPTER.validate_json(file_io.bounded(text))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostConfig:
     """Part of a run that differs from host to host; written once when the run starts there."""
@@ -179,51 +161,22 @@ class HostFolder:
     def run_id(self) -> str:
         return self.root.name
 
-    @property
-    def host_config(self) -> Path:
-        return self.root / "host.json"
-
-    @property
-    def credentials(self) -> Path:
-        """Credentials of the host service."""
-        return self.root / "credentials.json"
-
-    @property
-    def command_credentials(self) -> Path:
-        """Credentials of commands on this host."""
-        return self.root / "command.json"
-
-    @property
-    def ballot(self) -> Path:
-        return self.root / "ballot.json"
-
-    @property
-    def entry(self) -> Path:
-        return self.root / "entry.json"
-
-    @property
-    def service_lock(self) -> Path:
-        """File that the host service locks."""
-        return self.root / "service.lock"
-
-    @property
-    def relay_lock(self) -> Path:
-        """File that the relay locks."""
-        return self.root / "relay.lock"
-
-    @property
-    def service_log(self) -> Path:
-        return self.root / "service.log"
-
-    @property
-    def files(self) -> Path:
-        """Copy of the script's directory."""
-        return self.root / "files"
-
-    @property
-    def file_list(self) -> Path:
-        """Names, digests and modes of the copied files."""
-        return self.root / "files.json"
+    host_config = PathBelow("host.json")
+    credentials = PathBelow("credentials.json")
+    """Credentials of the host service."""
+    command_credentials = PathBelow("command.json")
+    """Credentials of commands on this host."""
+    ballot = PathBelow("ballot.json")
+    entry = PathBelow("entry.json")
+    service_lock = PathBelow("service.lock")
+    """File that the host service locks."""
+    relay_lock = PathBelow("relay.lock")
+    """File that the relay locks."""
+    service_log = PathBelow("service.log")
+    files = PathBelow("files")
+    """Copy of the script's directory."""
+    file_list = PathBelow("files.json")
+    """Names, digests and modes of the copied files."""
 
     @property
     def job(self) -> JobFolder:
@@ -231,37 +184,23 @@ class HostFolder:
         return JobFolder(root=self.root / "job")
 
     def load_config(self) -> HostConfig:
-        return parse_host_config(file_io.read_bounded(self.host_config))
+        return HOST_CONFIG_JSON.parse(file_io.read_bounded(self.host_config))
 
     def save_config(self, config: HostConfig) -> None:
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file_io.replace_text(self.host_config, dump_host_config(config))
+        file_io.replace_text(self.host_config, HOST_CONFIG_JSON.dump(config))
 
     def load_entry(self) -> RunEntry:
-        return parse_entry(file_io.read_bounded(self.entry))
+        return ENTRY_JSON.parse(file_io.read_bounded(self.entry))
 
     def save_entry(self, entry: RunEntry) -> None:
-        file_io.replace_text(self.entry, dump_entry(entry), is_durable=True)
+        file_io.replace_text(self.entry, ENTRY_JSON.dump(entry), is_durable=True)
 
     def load_ballot(self) -> Ballot:
-        return _BALLOT_ADAPTER.validate_json(file_io.read_bounded(self.ballot))
+        return _BALLOT_JSON.parse(file_io.read_bounded(self.ballot))
 
     def save_ballot(self, ballot: Ballot) -> None:
-        file_io.replace_text(self.ballot, _BALLOT_ADAPTER.dump_json(ballot), is_durable=True)
-
-
-def dump_host_config(config: HostConfig) -> str:
-    """Return the config of a host as JSON."""
-    return _CONFIG_ADAPTER.dump_json(config).decode()
-
-
-def parse_host_config(text: str | bytes) -> HostConfig:
-    """Parse the JSON of a host's config.
-
-    Raises:
-        ValueError: It is none.
-    """
-    return _CONFIG_ADAPTER.validate_json(file_io.bounded(text))
+        file_io.replace_text(self.ballot, _BALLOT_JSON.dump(ballot), is_durable=True)
 
 
 def hosts_state_folder() -> Path:
@@ -320,22 +259,9 @@ def save_known_run(known: KnownRun) -> None:
     """Remember a run, for the commands that follow."""
     folder = known_runs_folder()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    content = {
-        "run_id": known.run_id,
-        "name": known.name,
-        "hosts": [
-            {"node": h.node, "destination": h.destination, "workers": h.workers, "address": h.address}
-            for h in known.hosts
-        ],
-        "python": known.options.python,
-        "installed": known.options.installed,
-        "run_dir": known.run_dir,
-        "join_lines": dict(known.join_lines),
-        "joining": known.joining,
-    }
     path = folder / f"{known.name}.json"
     path.touch(mode=0o600)  # it may contain tokens
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    path.write_text(_KNOWN_RUN_JSON.dump(known), encoding="utf-8")
 
 
 def forget_known_run(known: KnownRun) -> None:
@@ -346,7 +272,7 @@ def forget_known_run(known: KnownRun) -> None:
 def list_known_runs() -> list[KnownRun]:
     """Return the runs that this user has started from this machine, oldest first."""
     paths = sorted(known_runs_folder().glob("*.json"), key=lambda path: path.stat().st_mtime)
-    return [_load_known_run(path) for path in paths]
+    return [_KNOWN_RUN_JSON.parse(file_io.read_bounded(path)) for path in paths]
 
 
 def is_run_on_hosts(name: str) -> bool:
@@ -375,17 +301,6 @@ def find_known_run(name: str) -> KnownRun:
     return found
 
 
-def _load_known_run(path: Path) -> KnownRun:
-    content = file_io.load_json(path)
-    return KnownRun(
-        run_id=content["run_id"],
-        name=content["name"],
-        hosts=tuple(HostSpec(**host) for host in content["hosts"]),
-        options=HostsOptions(python=content["python"], installed=content["installed"]),
-        run_dir=content["run_dir"],
-        join_lines=content.get("join_lines", {}),
-        joining=tuple((index, node) for index, node in content.get("joining", ())),
-    )
-
-
-_ENTRY_ADAPTER, _CONFIG_ADAPTER, _BALLOT_ADAPTER = TypeAdapter(RunEntry), TypeAdapter(HostConfig), TypeAdapter(Ballot)
+ENTRY_JSON = JsonForm(RunEntry, saved_as="entry of the run")
+HOST_CONFIG_JSON, _BALLOT_JSON = JsonForm(HostConfig), JsonForm(Ballot)
+_KNOWN_RUN_JSON = JsonForm(KnownRun, indent=2)

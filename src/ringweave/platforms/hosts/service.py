@@ -51,7 +51,7 @@ from ringweave.platforms.hosts.messages import (
     VoteRequest,
 )
 from ringweave.platforms.hosts.quorum_election import EntryVersion, Leadership, is_quorum
-from ringweave.platforms.hosts.run_entry import HostFolder, RunEntry, StaleEntryError, dump_entry, parse_entry
+from ringweave.platforms.hosts.run_entry import ENTRY_JSON, HostFolder, RunEntry, StaleEntryError
 from ringweave.platforms.hosts.script_files import FileOffer
 from ringweave.platforms.local import job_folder
 from ringweave.rpc import RpcCall, RpcClient, RpcHandler, RpcLimits, RpcReply, RpcServer
@@ -142,7 +142,7 @@ class LeaderLink:
 
     def _contact(self, client: RpcClient, wait_s: float) -> None:
         entry, sent_s = self._service.entry, time.monotonic()
-        text = dump_entry(entry) if self.entry_version != entry.version else None
+        text = ENTRY_JSON.dump(entry) if self.entry_version != entry.version else None
         message = LeaderContact(
             term=self._term,
             leader=self._service.index,
@@ -473,7 +473,7 @@ class HostService:
             if not self._accept_leader(call, message.term, message.leader):
                 return self._refusal()
             if message.entry is not None:
-                self._adopt_entry(parse_entry(message.entry))
+                self._adopt_entry(ENTRY_JSON.parse(message.entry))
             self._changed.wait_for(
                 lambda: self._report_version != message.known_report or call.cancelled.is_set(), message.wait_s
             )
@@ -582,7 +582,7 @@ class HostService:
         if not problem:  # also the seat of a joiner that asks again: its commit may have failed
             self._change_entry(lambda entry: join_protocol.take_seat(entry, request, time.time())[0])
         return JoinAnswer(
-            entry=dump_entry(self.entry),
+            entry=ENTRY_JSON.dump(self.entry),
             host=seat.host,
             sealed="" if problem else seat.sealed,
             term=self._leadership.ballot.term,
@@ -634,7 +634,7 @@ class HostService:
         with self._lock:
             silent = tuple(host for host, view in enumerate(self.host_views()) if not view.is_heard)
             return RunStatus(
-                entry=dump_entry(self.entry),
+                entry=ENTRY_JSON.dump(self.entry),
                 leader=self._leadership.leader,
                 term=self._leadership.ballot.term,
                 silent_hosts=silent if self._leadership.is_leader else (),

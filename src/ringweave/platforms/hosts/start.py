@@ -23,14 +23,14 @@ from ringweave.platforms.hosts import attach, host_list, install, join_protocol
 from ringweave.platforms.hosts.host_list import HostList, HostSpec
 from ringweave.platforms.hosts.messages import COMMAND_ROLE, HOST_ROLE
 from ringweave.platforms.hosts.run_entry import (
+    ENTRY_JSON,
+    HOST_CONFIG_JSON,
     HostConfig,
     HostEndpoint,
     HostsOptions,
     JoinSeat,
     KnownRun,
     RunEntry,
-    dump_entry,
-    dump_host_config,
     forget_known_run,
     list_known_runs,
     save_known_run,
@@ -166,8 +166,8 @@ def _start_run(request: HostsRunRequest, connections: HostConnections, run_id: s
         )
         connection.call(
             "start",
-            config=dump_host_config(config),
-            entry=dump_entry(entry),
+            config=HOST_CONFIG_JSON.dump(config),
+            entry=ENTRY_JSON.dump(entry),
             credentials=authority.issue(HOST_ROLE, connection.host.node).to_text(),
             command=authority.issue(COMMAND_ROLE, connection.host.node).to_text(),
             timeout_s=START_CALL_TIMEOUT_S,

@@ -246,7 +246,7 @@ class ActionExecutor:
         body = {
             # Of the observation: a barrier released meanwhile is not closed again.
             "metadata": {"resourceVersion": config["metadata"]["resourceVersion"]},
-            "data": {objects.RENDEZVOUS_KEY: agent_channel.dump_rendezvous(rendezvous)},
+            "data": {objects.RENDEZVOUS_KEY: agent_channel.RENDEZVOUS_JSON.dump(rendezvous)},
         }
         await self._client.patch(api_client.CONFIG_MAPS, observed.owner.namespace, config["metadata"]["name"], body)
 

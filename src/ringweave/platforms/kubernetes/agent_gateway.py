@@ -399,7 +399,7 @@ class AgentGateway:
 
     def _set_desired_state(self, key: PodKey, desired: DesiredState) -> None:
         pod_state = self._pod_states.setdefault(key, _PodState())
-        text = agent_channel.dump_desired_state(desired)
+        text = agent_channel.DESIRED_STATE_JSON.dump(desired)
         if text != pod_state.desired_state:
             pod_state.desired_state = text
             pod_state.changed.set()
@@ -426,7 +426,7 @@ class AgentGateway:
     async def _put_status(self, request: web.Request) -> web.Response:
         key = await self._authenticate(request)
         try:
-            status = agent_channel.parse_status(await request.read())
+            status = agent_channel.STATUS_JSON.parse(await request.read())
         except ValueError:
             return web.Response(status=400, text="not a status")
         pod_state = self._pod_states.get(key)
@@ -552,7 +552,7 @@ def barrier_condition(status: AgentStatus, now: float) -> dict[str, str | None]:
         "type": names.BARRIER_CONDITION,
         "status": "True" if status.phase in _AT_BARRIER_PHASES else "False",
         "reason": str(status.phase),
-        "message": agent_channel.dump_status(status),
+        "message": agent_channel.STATUS_JSON.dump(status),
         "lastProbeTime": None,
         "lastTransitionTime": names.format_time(now),
     }

@@ -124,7 +124,7 @@ def _read_answer_text(answer: http.client.HTTPResponse) -> str:
 
 def _parse_desired_state(text: str) -> DesiredState | None:
     try:
-        return agent_channel.parse_desired_state(text)
+        return agent_channel.DESIRED_STATE_JSON.parse(text)
     except ValueError:  # no gateway, or one of another version: poll again
         return None
 
@@ -134,16 +134,16 @@ def termination_message(status: AgentStatus) -> str:
 
     Members are dropped first: the coordinators of other nodes know them too.
     """
-    message = agent_channel.dump_status(status)
+    message = agent_channel.STATUS_JSON.dump(status)
     if len(message.encode()) <= MAX_TERMINATION_MESSAGE_BYTES:
         return message
     status = replace(status, members=(), evicted=())
-    message = agent_channel.dump_status(status)
+    message = agent_channel.STATUS_JSON.dump(status)
     if len(message.encode()) <= MAX_TERMINATION_MESSAGE_BYTES:
         return message
 
     def cut(num_characters: int) -> str:
-        return agent_channel.dump_status(replace(status, text=f"{status.text[:num_characters]}..."))
+        return agent_channel.STATUS_JSON.dump(replace(status, text=f"{status.text[:num_characters]}..."))
 
     too_many = bisect.bisect(
         range(len(status.text)), MAX_TERMINATION_MESSAGE_BYTES, key=lambda count: len(cut(count).encode())
@@ -344,7 +344,7 @@ class GatewayChannel(AgentChannel):
                 self._status_changed.wait_for(lambda: self._unsent_status is not None)
                 unsent = self._unsent_status
             assert unsent is not None
-            status, _, _ = self._request_or_503("PUT", "status", agent_channel.dump_status(unsent))
+            status, _, _ = self._request_or_503("PUT", "status", agent_channel.STATUS_JSON.dump(unsent))
             if status not in (204, 410):
                 self._sleep(GATEWAY_RETRY_S)
                 continue

@@ -86,7 +86,7 @@ def job_from_resource(resource: ResourceObject) -> Job | None:
         created_s=names.parse_time(resource["metadata"]["creationTimestamp"]),
         counts=tuple(counts),
         desired=desired_from_resource(resource),
-        record=records.parse_record(record),
+        record=records.RECORD_JSON.parse(record),
     )
 
 
@@ -298,7 +298,7 @@ def status_from_job(
         events: New events of this record.
         now: Seconds since 1970.
     """
-    saved = records.dump_record(job.record)
+    saved = records.RECORD_JSON.dump(job.record)
     job, events = _with_platform_options(job), [_event_with_platform_options(job, event) for event in events]
     record = job.record
     status: StatusObject = {

@@ -76,7 +76,7 @@ def config_map(job: Job, owner: JobOwner, source: str | None) -> Object:
         JobError: The ConfigMap would be too large.
     """
     whole = job_config.job_config(job, directory=job.request.directory, script_text=source)
-    data = {CONFIG_KEY: job_config.dump_job_config(replace(whole, script_text=None))}
+    data = {CONFIG_KEY: job_config.JOB_CONFIG_JSON.dump(replace(whole, script_text=None))}
     if source is not None:
         data[SCRIPT_KEY] = source
     num_bytes = sum(len(key) + len(value.encode()) for key, value in data.items())
@@ -91,14 +91,14 @@ def config_map(job: Job, owner: JobOwner, source: str | None) -> Object:
 
 def parse_config_data(data: Mapping[str, str]) -> job_config.JobConfig:
     """Parse the data of `config_map`, with the script."""
-    known = job_config.parse_job_config(data[CONFIG_KEY])
+    known = job_config.JOB_CONFIG_JSON.parse(data[CONFIG_KEY])
     return replace(known, script_text=data.get(SCRIPT_KEY))
 
 
 def rendezvous_in(found: Mapping[str, Any] | None) -> RendezvousResult | None:
     """Return the last rendezvous result in a ConfigMap."""
     text = (found or {}).get("data", {}).get(RENDEZVOUS_KEY)
-    return None if text is None else agent_channel.parse_rendezvous(text)
+    return None if text is None else agent_channel.RENDEZVOUS_JSON.parse(text)
 
 
 def token_secret(owner: JobOwner) -> Object:

@@ -138,7 +138,7 @@ def agent_status(pod: Pod) -> AgentStatus | None:
 def _parse_first_status(texts: Iterable[str]) -> AgentStatus | None:
     for text in texts:
         try:
-            return agent_channel.parse_status(text)
+            return agent_channel.STATUS_JSON.parse(text)
         except ValueError:
             continue
     return None

@@ -60,7 +60,7 @@ def main(root: Path, node: int, attempt: int) -> None:
     environ = dict(os.environ)
     state, job_id = root.parent.parent, root.name
     supervised = SupervisedWait(group.wakeup, lambda: supervisor.ensure_supervisor(state, job_id, environ))
-    config = replace(job_config.parse_job_config(file_io.read_bounded(folder.config)), between_hosts=False)
+    config = replace(job_config.JOB_CONFIG_JSON.parse(file_io.read_bounded(folder.config)), between_hosts=False)
     assignment = AgentAssignment(
         config=config,
         node=node,

@@ -56,8 +56,8 @@ class FileAgentChannel(AgentChannel):
                 the agent leave.
         """
         self._job, self._group, self._wait, self._check_lease = job, group, wait, check_lease
-        self._desired_state_file = _ParsedFile(group.desired_state, agent_channel.parse_desired_state)
-        self._rendezvous_file = _ParsedFile(job.rendezvous, agent_channel.parse_rendezvous)
+        self._desired_state_file = _ParsedFile(group.desired_state, agent_channel.DESIRED_STATE_JSON.parse)
+        self._rendezvous_file = _ParsedFile(job.rendezvous, agent_channel.RENDEZVOUS_JSON.parse)
         self._last = DesiredState(round=0)
 
     def desired_state(self) -> DesiredState:
@@ -78,7 +78,7 @@ class FileAgentChannel(AgentChannel):
     def report_status(self, status: AgentStatus) -> None:
         """Replace the status, and wake the supervisor if it runs on this machine."""
         if self._group.root.exists():
-            file_io.replace_text(self._group.status, agent_channel.dump_status(status))
+            file_io.replace_text(self._group.status, agent_channel.STATUS_JSON.dump(status))
         job_folder.notify(self._job.wakeup)
 
     def wait_for_change(self, timeout_s: float) -> None:

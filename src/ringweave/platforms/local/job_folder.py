@@ -23,7 +23,7 @@ import select
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ringweave.files import file_io
 
@@ -68,6 +68,21 @@ def notify(path: Path) -> None:
 REGISTRY = "jobs.sqlite"
 
 
+class _Folder(Protocol):
+    @property
+    def root(self) -> Path: ...
+
+
+class PathBelow:
+    """Path of this name below the root of a folder, as an attribute of the folder's class."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: _Folder, owner: type) -> Path:
+        return folder.root / self._name
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupFolder:
     """Paths of an existing worker group."""
@@ -76,18 +91,14 @@ class GroupFolder:
     node: int
     attempt: int
 
-    @property
-    def alive_lock(self) -> Path:
-        """File locked until no process of the group can run any more."""
-        return self.root / "alive"
-
-    @property
-    def desired_state(self) -> Path:
-        return self.root / "desired.json"
-
-    @property
-    def status(self) -> Path:
-        return self.root / "status.json"
+    alive_lock = PathBelow("alive")
+    """File locked until no process of the group can run any more."""
+    desired_state = PathBelow("desired.json")
+    status = PathBelow("status.json")
+    wakeup = PathBelow("wakeup")
+    """Named pipe that wakes the group's agent."""
+    removal_mark = PathBelow("removing")
+    """File that exists if the group is to be removed when it has ended."""
 
     def read_state(self) -> "tuple[AgentStatus | None, DesiredState | None]":
         """Return the status and the desired state; None for a missing one."""
@@ -95,20 +106,10 @@ class GroupFolder:
 
         status = desired = None
         with contextlib.suppress(FileNotFoundError):
-            status = agent_channel.parse_status(file_io.read_bounded(self.status))
+            status = agent_channel.STATUS_JSON.parse(file_io.read_bounded(self.status))
         with contextlib.suppress(FileNotFoundError):
-            desired = agent_channel.parse_desired_state(file_io.read_bounded(self.desired_state))
+            desired = agent_channel.DESIRED_STATE_JSON.parse(file_io.read_bounded(self.desired_state))
         return status, desired
-
-    @property
-    def wakeup(self) -> Path:
-        """Named pipe that wakes the group's agent."""
-        return self.root / "wakeup"
-
-    @property
-    def removal_mark(self) -> Path:
-        """File that exists if the group is to be removed when it has ended."""
-        return self.root / "removing"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,35 +118,20 @@ class JobFolder:
 
     root: Path
 
-    @property
-    def wakeup(self) -> Path:
-        """Named pipe that wakes the supervisor."""
-        return self.root / "wakeup"
-
-    @property
-    def supervisor_lock(self) -> Path:
-        """File locked by the supervisor."""
-        return self.root / "supervisor.lock"
-
-    @property
-    def supervisor_log(self) -> Path:
-        """Standard error of the supervisor."""
-        return self.root / "supervisor.log"
-
-    @property
-    def config(self) -> Path:
-        """File of the job config: node names, counts, script."""
-        return self.root / "config.json"
-
-    @property
-    def rendezvous(self) -> Path:
-        """File of the last rendezvous result."""
-        return self.root / "rendezvous.json"
-
-    @property
-    def secrets(self) -> Path:
-        """Credentials of workers that have not started yet, for a parameter server or an elastic job."""
-        return self.root / "secrets"
+    wakeup = PathBelow("wakeup")
+    """Named pipe that wakes the supervisor."""
+    supervisor_lock = PathBelow("supervisor.lock")
+    """File locked by the supervisor."""
+    supervisor_log = PathBelow("supervisor.log")
+    """Standard error of the supervisor."""
+    config = PathBelow("config.json")
+    """File of the job config: node names, counts, script."""
+    rendezvous = PathBelow("rendezvous.json")
+    """File of the last rendezvous result."""
+    secrets = PathBelow("secrets")
+    """Credentials of workers that have not started yet, for a parameter server or an elastic job."""
+    runs_folder = PathBelow("runs")
+    """Folder with the run directories of all attempts."""
 
     def group(self, node: int, attempt: int) -> GroupFolder:
         return GroupFolder(root=self.root / "groups" / f"{node}.{attempt}", node=node, attempt=attempt)
@@ -158,11 +144,6 @@ class JobFolder:
             return []
         keys = [(int(words[0]), int(words[1])) for words in names if len(words) == 2 and all(map(str.isdigit, words))]
         return [self.group(node, attempt) for node, attempt in sorted(keys)]
-
-    @property
-    def runs_folder(self) -> Path:
-        """Folder with the run directories of all attempts."""
-        return self.root / "runs"
 
     def runs(self, node_name: str, attempt: int) -> Path:
         """Return the folder with the run directories of an attempt."""

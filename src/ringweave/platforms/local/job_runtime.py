@@ -89,7 +89,7 @@ class FolderJobRuntime(abc.ABC):
         match action:
             case records.CreateConfig():
                 self._folder.rendezvous.unlink(missing_ok=True)
-                file_io.replace_text(self._folder.config, job_config.dump_job_config(self._config))
+                file_io.replace_text(self._folder.config, job_config.JOB_CONFIG_JSON.dump(self._config))
             case records.CreateGroup():
                 self._create_group(action)
             case records.RestartGroup(node=node, attempt=attempt, round=round_):
@@ -125,7 +125,7 @@ class FolderJobRuntime(abc.ABC):
         try:
             argv = self._agent_command(folder)
             file_io.replace_text(
-                folder.desired_state, agent_channel.dump_desired_state(DesiredState(round=action.round))
+                folder.desired_state, agent_channel.DESIRED_STATE_JSON.dump(DesiredState(round=action.round))
             )
             self._on_boundary("desired state written")
             self._spawn_agent(folder, argv, lock, action.round)
@@ -145,7 +145,7 @@ class FolderJobRuntime(abc.ABC):
             got, expected = error.strerror or str(error), "a program that starts"
             text = explain(what, got=got, expected=expected, do=do, where=argv[0])
             failed = AgentStatus(round=round_, phase=GroupPhase.FAILED, pid=0, cause=EndCause.PLATFORM, text=text)
-            file_io.replace_text(folder.status, agent_channel.dump_status(failed))
+            file_io.replace_text(folder.status, agent_channel.STATUS_JSON.dump(failed))
 
     def _release_barrier(self, round_: int) -> None:
         """Release the start barrier: publish the rendezvous result whose master address the node of rank 0 offers."""
@@ -156,7 +156,7 @@ class FolderJobRuntime(abc.ABC):
                 offers[self._config.node(folder.node).name] = status
         rendezvous = rendezvous_result(self._config, round_, offers)
         if rendezvous is not None:
-            file_io.replace_text(self._folder.rendezvous, agent_channel.dump_rendezvous(rendezvous))
+            file_io.replace_text(self._folder.rendezvous, agent_channel.RENDEZVOUS_JSON.dump(rendezvous))
         self._on_boundary("barrier released")
         for folder in self._folder.groups():
             self._wake_agent(folder)
@@ -172,13 +172,13 @@ class FolderJobRuntime(abc.ABC):
             return
         _, before = folder.read_state()
         if before is None or not before.stop or desired.stop:
-            file_io.replace_text(folder.desired_state, agent_channel.dump_desired_state(desired))
+            file_io.replace_text(folder.desired_state, agent_channel.DESIRED_STATE_JSON.dump(desired))
         self._wake_agent(folder)
 
     def _released_round(self) -> int:
         """Return the round of the last rendezvous result; 0 if there was none."""
         try:
-            return agent_channel.parse_rendezvous(file_io.read_bounded(self._folder.rendezvous)).round
+            return agent_channel.RENDEZVOUS_JSON.parse(file_io.read_bounded(self._folder.rendezvous)).round
         except FileNotFoundError:
             return 0
 

@@ -176,7 +176,7 @@ def _rendered_objects(entry: LocalRegistryEntry) -> tuple[RenderedObject, ...]:
     config = origin.config(job)
     cluster = topology.dumps(node_layout.build_cluster(config, {}))
     return (
-        RenderedObject(name="config.json", text=job_config.dump_job_config(config)),
+        RenderedObject(name="config.json", text=job_config.JOB_CONFIG_JSON.dump(config)),
         RenderedObject(name="cluster.yaml", text=cluster),
     )
 

@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from ringweave.errors import JobError, LaunchError, explain, shorten
-from ringweave.files import file_io
 from ringweave.jobs import records
-from ringweave.jobs.records import DesiredJobState, Job, JobEvent, JobRecord
+from ringweave.jobs.records import DesiredJobState, Job, JobEvent, JobRecord, JsonForm
 from ringweave.jobs.request import JobRequest
 from ringweave.jobs.states import Reason
 from ringweave.platforms import api
@@ -121,7 +120,7 @@ class LocalJobRegistry:
     def save_record(self, job_id: str, record: JobRecord, events: Sequence[JobEvent], now: float) -> None:
         """Save the record with its events in one transaction; an existing event stays unchanged."""
         with self._transaction() as connection:
-            connection.execute("UPDATE jobs SET record = ? WHERE id = ?", (records.dump_record(record), job_id))
+            connection.execute("UPDATE jobs SET record = ? WHERE id = ?", (records.RECORD_JSON.dump(record), job_id))
             connection.executemany(
                 "INSERT OR IGNORE INTO events SELECT ?, ?, ?, ?, ? WHERE EXISTS (SELECT 1 FROM jobs WHERE id = ?)",
                 [(job_id, event.key, now, event.kind, event.text, job_id) for event in events],
@@ -138,7 +137,7 @@ class LocalJobRegistry:
             row = connection.execute(f"SELECT {_COLUMNS} FROM jobs WHERE id = ?", (job_id,)).fetchone()
             if row is not None:
                 job = _parse_row(row).job
-                desired = _DESIRED.dump_json(change(job, _read_rivals(connection, job.request))).decode()
+                desired = _DESIRED.dump(change(job, _read_rivals(connection, job.request)))
                 connection.execute("UPDATE jobs SET desired = ? WHERE id = ?", (desired, job_id))
 
     def delete(self, job_id: str) -> None:
@@ -211,11 +210,11 @@ class LocalJobRegistry:
 def _column_values(entry: LocalRegistryEntry) -> tuple[str, str, str, str, str]:
     job = entry.job
     return (
-        _REQUEST.dump_json(job.request).decode(),
+        _REQUEST.dump(job.request),
         json.dumps(job.counts),
-        _ORIGIN.dump_json(entry.origin).decode(),
-        _DESIRED.dump_json(job.desired).decode(),
-        records.dump_record(job.record),
+        _ORIGIN.dump(entry.origin),
+        _DESIRED.dump(job.desired),
+        records.RECORD_JSON.dump(job.record),
     )
 
 
@@ -237,15 +236,15 @@ def _parse_row(row: tuple[str, str, str, float, str, str, str, str, str]) -> Loc
     name, job_id, requester, created_s, request, counts, origin, desired, record = row
     try:
         job = Job(
-            request=_REQUEST.validate_json(file_io.bounded(request)),
+            request=_REQUEST.parse(request),
             requester=requester,
             created_s=created_s,
-            counts=_COUNTS.validate_json(file_io.bounded(counts)),
-            desired=_DESIRED.validate_json(file_io.bounded(desired)),
-            record=records.parse_record(record),
+            counts=_COUNTS.parse(counts),
+            desired=_DESIRED.parse(desired),
+            record=records.RECORD_JSON.parse(record),
         )
         _check_lengths(job)
-        return LocalRegistryEntry(id=job_id, job=job, origin=_ORIGIN.validate_json(file_io.bounded(origin)))
+        return LocalRegistryEntry(id=job_id, job=job, origin=_ORIGIN.parse(origin))
     except (ValueError, JobError) as error:
         problem = f"its record cannot be read: {_mistake(error)}"
         hint = f"ringweave delete {name} removes it with its processes; or use the ringweave that wrote it"
@@ -270,5 +269,5 @@ def _mistake(error: ValueError | JobError) -> str:
     return f"{error.title} has {shorten(first['input'])} as {'.'.join(map(str, first['loc'])) or 'its text'}"
 
 
-_REQUEST, _DESIRED, _ORIGIN = TypeAdapter(JobRequest), TypeAdapter(DesiredJobState), TypeAdapter(JobOrigin)
-_COUNTS = TypeAdapter(tuple[int, ...])
+_REQUEST, _DESIRED, _ORIGIN = JsonForm(JobRequest), JsonForm(DesiredJobState), JsonForm(JobOrigin)
+_COUNTS = JsonForm(tuple[int, ...])

@@ -34,7 +34,7 @@ def main(root: Path, node: int, attempt: int, key: str, lease_s: float) -> None:
         sys.exit(f"node {node}, attempt {attempt} runs already, expected one agent at a time. [{group.root}]")
     lease = AgentLease(root / "controller.lease", key, lease_s)
     threading.Thread(target=lease.kill_when_expired, name="lease", daemon=True).start()
-    config = job_config.parse_job_config(file_io.read_bounded(folder.config))
+    config = job_config.JOB_CONFIG_JSON.parse(file_io.read_bounded(folder.config))
     assignment = AgentAssignment(
         config=config,
         node=node,

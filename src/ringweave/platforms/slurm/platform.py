@@ -193,7 +193,7 @@ class SlurmPlatform(Platform):
         config = entry.origin.config(entry.job)
         return (
             RenderedObject(name="batch script", text=self._monitor.batch_script(entry)),
-            RenderedObject(name="config.json", text=job_config.dump_job_config(config)),
+            RenderedObject(name="config.json", text=job_config.JOB_CONFIG_JSON.dump(config)),
         )
 
     def _job_view(self, monitored: MonitoredJob, *, with_events: bool = False) -> JobView:

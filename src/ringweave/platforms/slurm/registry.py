@@ -30,7 +30,7 @@ from pydantic import TypeAdapter
 from ringweave.errors import LaunchError, explain
 from ringweave.files import file_io, rotation
 from ringweave.jobs import records
-from ringweave.jobs.records import DesiredJobState, Job, JobEvent, JobRecord
+from ringweave.jobs.records import DesiredJobState, Job, JobEvent, JobRecord, JsonForm
 from ringweave.platforms.api import EventView
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_folder import JobFolder
@@ -140,9 +140,9 @@ class SlurmJobRegistry:
             return None
         records.check_format(text, f"job {name}", where=str(root))
         entry = _ENTRY_ADAPTER.validate_json(file_io.bounded(text))
-        desired = _read_json_file(root / "desired.json", _DESIRED_ADAPTER, entry.job.desired)
+        desired = _read_json_file(root / "desired.json", _DESIRED_JSON, entry.job.desired)
         record, allocation_state = _read_json_file(
-            root / "state.json", _STATE_ADAPTER, (entry.job.record, entry.allocation_state)
+            root / "state.json", _STATE_JSON, (entry.job.record, entry.allocation_state)
         )
         return replace(entry, job=replace(entry.job, desired=desired, record=record), allocation_state=allocation_state)
 
@@ -156,13 +156,11 @@ class SlurmJobRegistry:
 
     def update_desired(self, name: str, desired: DesiredJobState) -> None:
         """Save the desired state of a job. Call it inside `locked_entry`."""
-        file_io.replace_text(self.folder(name).root / "desired.json", _DESIRED_ADAPTER.dump_json(desired).decode())
+        file_io.replace_text(self.folder(name).root / "desired.json", _DESIRED_JSON.dump(desired))
 
     def save_record(self, name: str, record: JobRecord, allocation_state: AllocationState) -> None:
         """Save record and allocation state of a job in one step. Call it inside `locked_entry`."""
-        file_io.replace_text(
-            self.folder(name).root / "state.json", _STATE_ADAPTER.dump_json((record, allocation_state)).decode()
-        )
+        file_io.replace_text(self.folder(name).root / "state.json", _STATE_JSON.dump((record, allocation_state)))
 
     def add_events(self, name: str, events: Sequence[JobEvent], now: float) -> None:
         """Add events; known ones are left out, and the oldest over a limit."""
@@ -195,9 +193,9 @@ class SlurmJobRegistry:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _read_json_file(path: Path, adapter: TypeAdapter[T], absent: T) -> T:
+def _read_json_file(path: Path, form: JsonForm[T], absent: T) -> T:
     try:
-        return adapter.validate_json(file_io.read_bounded(path))
+        return form.parse(file_io.read_bounded(path))
     except FileNotFoundError:
         return absent
 
@@ -214,5 +212,5 @@ def _read_event_lines(path: Path) -> list[dict[str, Any]]:
 
 
 _EVENT_KEYS = {"key", "time_s", "kind", "text"}
-_ENTRY_ADAPTER, _DESIRED_ADAPTER = TypeAdapter(SlurmRegistryEntry), TypeAdapter(DesiredJobState)
-_STATE_ADAPTER = TypeAdapter(tuple[JobRecord, AllocationState])
+_ENTRY_ADAPTER = TypeAdapter(SlurmRegistryEntry)
+_DESIRED_JSON, _STATE_JSON = JsonForm(DesiredJobState), JsonForm(tuple[JobRecord, AllocationState])

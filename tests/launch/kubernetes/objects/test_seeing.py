@@ -6,7 +6,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from ringweave.jobs.records import EndCause, GroupPhase, PendingCause
-from ringweave.platforms.agent.agent_channel import AgentStatus, dump_status
+from ringweave.platforms.agent.agent_channel import STATUS_JSON, AgentStatus
 from ringweave.platforms.kubernetes import names, pod_status
 from ringweave.platforms.kubernetes.objects import WORKER_CONTAINER
 
@@ -22,7 +22,9 @@ def a_pod(
     status: dict[str, Any] | None = None,
     **metadata: Any,
 ) -> dict[str, Any]:
-    conditions = [{"type": names.BARRIER_CONDITION, "status": "True", "message": dump_status(report)}] if report else []
+    conditions = (
+        [{"type": names.BARRIER_CONDITION, "status": "True", "message": STATUS_JSON.dump(report)}] if report else []
+    )
     state = {"terminated": ended} if ended is not None else {"running": {}}
     annotations = {names.ROUND_ANNOTATION: str(round_), **metadata.pop("annotations", {})}
     labels = {names.NODE_LABEL: "1", names.ATTEMPT_LABEL: "2"}
@@ -61,7 +63,7 @@ def test_what_it_said_of_an_earlier_round_is_all_that_is_known_until_it_has_hear
 
 
 def test_one_that_finished_an_earlier_round_finished_that() -> None:
-    ended = {"exitCode": 0, "message": dump_status(said(GroupPhase.SUCCEEDED, 1, ended_s=NOW - 3.25))}
+    ended = {"exitCode": 0, "message": STATUS_JSON.dump(said(GroupPhase.SUCCEEDED, 1, ended_s=NOW - 3.25))}
     group = pod_status.observed_group(a_pod("Succeeded", ended=ended, round_=2), NOW)
     assert (group.round, group.phase, group.ended_s) == (1, GroupPhase.SUCCEEDED, NOW - 3.25)
 
@@ -240,7 +242,7 @@ def test_pods_without_our_labels_are_not_ours() -> None:
 
 
 def test_an_end_that_the_desk_heard_of_counts_from_then_whatever_the_clock_of_its_node_says() -> None:
-    ended = {"exitCode": 0, "message": dump_status(said(GroupPhase.SUCCEEDED, ended_s=NOW - 3600.0))}
+    ended = {"exitCode": 0, "message": STATUS_JSON.dump(said(GroupPhase.SUCCEEDED, ended_s=NOW - 3600.0))}
     heard = said(GroupPhase.SUCCEEDED, ended_s=NOW - 2.0)
     assert pod_status.observed_group(a_pod("Succeeded", report=heard, ended=ended), NOW).ended_s == NOW - 2.0
     unheard = said(GroupPhase.RUNNING)

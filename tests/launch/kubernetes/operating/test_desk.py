@@ -14,11 +14,11 @@ import pytest
 from ringweave.jobs.records import GroupPhase, Job
 from ringweave.launcher.workers import HostPort
 from ringweave.platforms.agent.agent_channel import (
+    RENDEZVOUS_JSON,
+    STATUS_JSON,
     AgentStatus,
     RendezvousResult,
     RoundOverError,
-    dump_rendezvous,
-    dump_status,
 )
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
 from ringweave.platforms.kubernetes import api_client, names, objects, pod_status
@@ -103,7 +103,7 @@ class Office:
     ) -> None:
         pod = self.pod()
         pod["metadata"]["annotations"] = {names.ROUND_ANNOTATION: str(round_)}
-        data = {objects.RENDEZVOUS_KEY: dump_rendezvous(opening)} if opening else {}
+        data = {objects.RENDEZVOUS_KEY: RENDEZVOUS_JSON.dump(opening)} if opening else {}
         seen = JobObjects(config={"data": data} if has_config else None, pods={(0, 1): pod} if is_there else {})
         resource = {"metadata": {"name": self.name, "namespace": "default", "uid": UID}}
         job: Job = None  # type: ignore[assignment]
@@ -145,7 +145,7 @@ def test_orders_reach_the_agent_and_its_reports_the_pod(office: Office, tmp_path
     last = AgentStatus(round=2, phase=GroupPhase.SUCCEEDED, pid=7, exit_code=0, ended_s=5.0)
     post.report_status(last)
     assert pod_status.agent_status(office.pod()) == replace(last, ended_s=office.now_s), "by the operator's clock"
-    assert (tmp_path / "last-words").read_text() == dump_status(last)
+    assert (tmp_path / "last-words").read_text() == STATUS_JSON.dump(last)
     office.note(is_there=False)
     wait_until(lambda: post.desired_state().stop)
     assert post.desired_state().reason == "its Pod was deleted"
@@ -159,7 +159,7 @@ def test_results_alone_are_written_seldom(office: Office) -> None:
     post.report_status(first)
     wait_until(lambda: pod_status.agent_status(office.pod()) == first)
     address = Address(url=office.url, group=f"default/{office.name}/0/1", token=office.token)
-    body = dump_status(AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=7, iterations=2))
+    body = STATUS_JSON.dump(AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=7, iterations=2))
     assert address.request("PUT", "status", body)[0] == 204
     assert pod_status.agent_status(office.pod()) == first
 

@@ -153,8 +153,8 @@ def test_an_agent_that_was_never_started_leaves_no_group(folder: JobFolder) -> N
 def test_an_agent_that_was_killed_failed_by_the_places_doing(folder: JobFolder) -> None:
     group = folder.group(0, 1)
     group.root.mkdir(parents=True)
-    group.desired_state.write_text(agent_channel.dump_desired_state(DesiredState(round=1)))
-    group.status.write_text(agent_channel.dump_status(AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=1)))
+    group.desired_state.write_text(agent_channel.DESIRED_STATE_JSON.dump(DesiredState(round=1)))
+    group.status.write_text(agent_channel.STATUS_JSON.dump(AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=1)))
     (seen,) = local_place(folder).observe().groups
     assert (seen.phase, seen.cause, seen.text) == (GroupPhase.FAILED, EndCause.PLATFORM, "its agent was killed")
     local_place(folder).apply(records.StopGroup(node=0, attempt=1))
@@ -167,8 +167,8 @@ def test_an_agent_that_was_killed_failed_by_the_places_doing(folder: JobFolder) 
 def test_who_was_called_back_is_seen_to_be_before_it_hears_of_it(folder: JobFolder) -> None:
     group = folder.group(2, 1)
     group.root.mkdir(parents=True)
-    group.desired_state.write_text(agent_channel.dump_desired_state(DesiredState(round=1)))
-    group.status.write_text(agent_channel.dump_status(AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=1)))
+    group.desired_state.write_text(agent_channel.DESIRED_STATE_JSON.dump(DesiredState(round=1)))
+    group.status.write_text(agent_channel.STATUS_JSON.dump(AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=1)))
     held = job_folder.try_lock_file(group.alive_lock)
     assert held is not None
     here = local_place(folder)
@@ -183,9 +183,9 @@ def test_an_agent_that_is_gone_before_its_lock_is_leaving(folder: JobFolder) -> 
     group.root.mkdir(parents=True)
     held = job_folder.try_lock_file(group.alive_lock)  # by the guard of its workers
     assert held is not None
-    group.desired_state.write_text(agent_channel.dump_desired_state(DesiredState(round=1, stop=True)))
+    group.desired_state.write_text(agent_channel.DESIRED_STATE_JSON.dump(DesiredState(round=1, stop=True)))
     os.utime(group.desired_state, (1.0, 1.0))
-    group.status.write_text(agent_channel.dump_status(AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=2**30)))
+    group.status.write_text(agent_channel.STATUS_JSON.dump(AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=2**30)))
     (seen,) = local_place(folder).observe().groups
     os.close(held)
     assert seen.is_terminating
@@ -229,10 +229,10 @@ def test_an_agent_that_does_not_leave_is_killed(
     deaf = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(1000)", str(folder.root), "0", "1"]
     agents.append(subprocess.Popen(deaf, pass_fds=(lock,)))
     os.close(lock)
-    group.desired_state.write_text(agent_channel.dump_desired_state(DesiredState(round=1)))
+    group.desired_state.write_text(agent_channel.DESIRED_STATE_JSON.dump(DesiredState(round=1)))
     if has_reported:
         group.status.write_text(
-            agent_channel.dump_status(AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=agents[0].pid))
+            agent_channel.STATUS_JSON.dump(AgentStatus(round=1, phase=GroupPhase.RUNNING, pid=agents[0].pid))
         )
     here = local_place(folder)
     monkeypatch.setattr(job_runtime, "AGENT_LEAVE_TIMEOUT_S", 1000.0)
@@ -251,9 +251,9 @@ def test_the_gate_opens_where_the_first_node_offered_to_meet(folder: JobFolder) 
     for node, port in ((0, 7), (2, 8)):
         group = folder.group(node, 1)
         group.root.mkdir(parents=True)
-        group.desired_state.write_text(agent_channel.dump_desired_state(DesiredState(round=3)))
+        group.desired_state.write_text(agent_channel.DESIRED_STATE_JSON.dump(DesiredState(round=3)))
         report = AgentStatus(round=3, phase=GroupPhase.READY, pid=1, master_address=HostPort(host="h", port=port))
-        group.status.write_text(agent_channel.dump_status(report))
+        group.status.write_text(agent_channel.STATUS_JSON.dump(report))
     here.apply(records.ReleaseBarrier(round=3))
     assert here.observe().released_round == 3
     post = FileAgentChannel(folder, folder.group(2, 1), lambda seconds: None)
