@@ -20,7 +20,7 @@ from ringweave.jobs import request
 from ringweave.jobs.request import ELASTIC_SERVER_MODES, MAX_WORKERS, RESERVED_PREFIX, DeletionPolicy, NodeRequest
 from ringweave.jobs.split import MIN_PER_NODE
 from ringweave.jobs.states import JobState
-from ringweave.platforms.kubernetes import names
+from ringweave.platforms.kubernetes import objects
 from ringweave.platforms.kubernetes.job_resource import CONDITION_TEXTS, REFUSED_STATE
 
 Schema = dict[str, Any]
@@ -471,7 +471,7 @@ def _make_rule(rule: str, message: str, *, message_expression: str | None = None
 def custom_resource_definition() -> dict[str, Any]:
     """Return the whole CustomResourceDefinition."""
     version = {
-        "name": names.CRD_VERSION,
+        "name": objects.CRD_VERSION,
         "served": True,
         "storage": True,
         "schema": {"openAPIV3Schema": _resource_schema()},
@@ -482,16 +482,16 @@ def custom_resource_definition() -> dict[str, Any]:
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
         "metadata": {
-            "name": f"{names.CRD_PLURAL}.{names.API_GROUP}",
+            "name": f"{objects.CRD_PLURAL}.{objects.API_GROUP}",
             "labels": {"app.kubernetes.io/name": "ringweave"},
         },
         "spec": {
-            "group": names.API_GROUP,
+            "group": objects.API_GROUP,
             "names": {
-                "plural": names.CRD_PLURAL,
+                "plural": objects.CRD_PLURAL,
                 "singular": "trainingjob",
-                "kind": names.CRD_KIND,
-                "listKind": f"{names.CRD_KIND}List",
+                "kind": objects.CRD_KIND,
+                "listKind": f"{objects.CRD_KIND}List",
                 "shortNames": ["tj"],
                 "categories": ["all"],
             },
@@ -514,7 +514,7 @@ def _resource_schema() -> Schema:
         "required": ["spec"],
         "properties": {
             "apiVersion": {"type": "string", "description": "Version of this schema."},
-            "kind": {"type": "string", "description": f"{names.CRD_KIND}."},
+            "kind": {"type": "string", "description": f"{objects.CRD_KIND}."},
             "metadata": {"type": "object", "properties": {"name": job_name_schema()}},
             "spec": spec,
             "status": _status_schema(),

@@ -25,9 +25,8 @@ from typing import Any
 from ringweave.platforms.kubernetes import api_client
 from ringweave.platforms.kubernetes.action_executor import ActionExecutor
 from ringweave.platforms.kubernetes.api_client import STRATEGIC_MERGE_PATCH, KubernetesClient, ResourceKind
-from ringweave.platforms.kubernetes.job_admission import JobAdmission
 from ringweave.platforms.kubernetes.objects import PodSettings
-from ringweave.platforms.kubernetes.reconciler import TrainingJobReconciler
+from ringweave.platforms.kubernetes.reconciler import JobAdmission, TrainingJobReconciler
 from tests.fakes.kubernetes import object_selector
 from tests.fakes.kubernetes.api import ApiRequest, FakeApi
 from tests.fakes.kubernetes.fake_cluster import FakeCluster

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ringweave.platforms.kubernetes import api_client, job_resource, names
+from ringweave.platforms.kubernetes import api_client, job_resource, objects
 from ringweave.platforms.kubernetes.api_client import KubernetesClient
 from tests.fakes.kubernetes.fake_cluster import FakeCluster
 from tests.fakes.kubernetes.operator_process import OperatorProcess
@@ -47,7 +47,7 @@ async def lateness_s(client: KubernetesClient, name: str) -> float:
         await asyncio.sleep(0.05)
     late_s = await watching
     left = [
-        item for kind in OF_JOBS for item in await client.list(kind, WHERE, labelSelector=f"{names.JOB_LABEL}={name}")
+        item for kind in OF_JOBS for item in await client.list(kind, WHERE, labelSelector=f"{objects.JOB_LABEL}={name}")
     ]
     if left:
         raise SystemExit(f"{name} is gone, and has left {[item['metadata']['name'] for item in left]}")

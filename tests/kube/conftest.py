@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ringweave.platforms.kubernetes import api_client, names
+from ringweave.platforms.kubernetes import api_client, objects
 from ringweave.platforms.kubernetes import operator as kubernetes_operator
-from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
-from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes.api_client import ApiError, KubernetesClient, Object
 from tests.fakes.kubernetes import validation
 from tests.fakes.kubernetes.fake_cluster import FakeCluster
 from tests.fakes.kubernetes.operator_process import OperatorProcess
@@ -86,14 +85,14 @@ class Kube:
 
     def left(self, name: str) -> list[str]:
         """Everything of a job that is there."""
-        selector = f"{names.JOB_LABEL}={name}"
+        selector = f"{objects.JOB_LABEL}={name}"
         of_job = (api_client.PODS, api_client.CONFIG_MAPS, api_client.SECRETS, api_client.SERVICES)
         found = [
             f"{kind.kind}/{item['metadata']['name']}"
             for kind in of_job
             for item in self.run(self.client.list(kind, self.namespace, labelSelector=selector))
         ]
-        return found + ([f"{names.CRD_KIND}/{name}"] if self.job(name) else [])
+        return found + ([f"{objects.CRD_KIND}/{name}"] if self.job(name) else [])
 
     def play(
         self, name: str, until: Callable[[], bool], *, hold: frozenset[int] = frozenset(), steps: bool = True
@@ -231,10 +230,10 @@ def _define(kube: Kube) -> Object | None:
         """Established is said before it is served, and before it is described."""
         try:
             kube.run(kube.client.list(api_client.TRAINING_JOBS, "default"))
-            described = kube.run(kube.client.request("GET", f"/openapi/v3/apis/{names.API_VERSION}"))
+            described = kube.run(kube.client.request("GET", f"/openapi/v3/apis/{objects.API_VERSION}"))
         except ApiError:
             return False
-        return any(name.endswith(f".{names.CRD_KIND}") for name in described.get("components", {}).get("schemas", ()))
+        return any(name.endswith(f".{objects.CRD_KIND}") for name in described.get("components", {}).get("schemas", ()))
 
     for holds in (established, served):
         wait_until(holds, f"the resource is {holds.__name__}")
@@ -244,7 +243,12 @@ def _define(kube: Kube) -> Object | None:
 @pytest.fixture(scope="session")
 def roles(kube: Kube) -> None:
     """Skips where the API server has no roles, and allows everybody everything."""
-    attributes = {"namespace": kube.namespace, "verb": "submit", "group": names.API_GROUP, "resource": names.CRD_PLURAL}
+    attributes = {
+        "namespace": kube.namespace,
+        "verb": "submit",
+        "group": objects.API_GROUP,
+        "resource": objects.CRD_PLURAL,
+    }
     spec = {"user": "nobody-knows-me", "resourceAttributes": attributes}
     review = kube.run(kube.client.create(api_client.ACCESS_REVIEWS, None, {"spec": spec}))
     if review["status"]["allowed"]:

@@ -10,9 +10,8 @@ import pytest
 from ruamel.yaml import YAML
 
 from ringweave.jobs import split as jobs_split
-from ringweave.platforms.kubernetes import api_client, names
-from ringweave.platforms.kubernetes.api_client import Object
-from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes import api_client, objects
+from ringweave.platforms.kubernetes.api_client import ApiError, Object
 from tests.kube.conftest import Kube
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
@@ -87,7 +86,7 @@ def test_defaults_are_filled_in(kube: Kube) -> None:
 
 def test_the_manifest_of_the_examples_is_legal_to_the_last_field(kube: Kube) -> None:
     manifest = YAML(typ="safe").load(EXAMPLES / "text.yaml")
-    assert (manifest["apiVersion"], manifest["kind"]) == (names.API_VERSION, names.CRD_KIND)
+    assert (manifest["apiVersion"], manifest["kind"]) == (objects.API_VERSION, objects.CRD_KIND)
     spec = dry(kube, manifest["metadata"]["name"], manifest["spec"], fieldValidation="Strict")["spec"]
     assert [node["maxRetries"] for node in spec["nodes"]] == [3, 1]
 
@@ -194,9 +193,9 @@ def test_what_was_asked_for_never_changes(kube: Kube) -> None:
 
 
 def test_every_field_is_described(kube: Kube) -> None:
-    path = f"/openapi/v3/apis/{names.API_VERSION}"
+    path = f"/openapi/v3/apis/{objects.API_VERSION}"
     schemas = kube.run(kube.client.request("GET", path))["components"]["schemas"]
-    ours = next(schema for name, schema in schemas.items() if name.endswith(f".{names.CRD_KIND}"))
+    ours = next(schema for name, schema in schemas.items() if name.endswith(f".{objects.CRD_KIND}"))
 
     def undescribed(schema: Mapping[str, Any], where: str) -> Iterator[str]:
         for key, field in schema.get("properties", {}).items():

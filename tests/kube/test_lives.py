@@ -11,8 +11,8 @@ from ruamel.yaml import YAML
 from ringweave.jobs.failures import EVICTED_HANG
 from ringweave.jobs.records import EndCause, GroupPhase
 from ringweave.platforms.agent.agent_channel import AgentStatus
-from ringweave.platforms.kubernetes import api_client, names, objects, pod_status
-from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes import api_client, objects, pod_status
+from ringweave.platforms.kubernetes.api_client import ApiError
 from tests.fakes.kubernetes.operator_process import OperatorProcess
 from tests.kube.conftest import Kube
 
@@ -43,7 +43,7 @@ def is_gone(kube: Kube, name: str):
 def test_a_job_runs_and_is_deleted(kube: Kube, operator: OperatorProcess) -> None:
     kube.submit("runs", nodes=[{"name": "n0", "capacity": 10, "deletionPolicy": "keep"}, {"name": "n1", "capacity": 5}])
     kube.play("runs", lambda: len(kube.pods("runs")) == 2, steps=False)
-    config = kube.run(kube.client.get(api_client.CONFIG_MAPS, kube.namespace, names.config_name("runs")))
+    config = kube.run(kube.client.get(api_client.CONFIG_MAPS, kube.namespace, objects.config_name("runs")))
     assert [(node.name, node.workers) for node in objects.parse_config_data(config["data"]).nodes] == [
         ("n0", 10),
         ("n1", 5),
@@ -60,7 +60,7 @@ def test_a_job_runs_and_is_deleted(kube: Kube, operator: OperatorProcess) -> Non
     told = status(kube, "runs")
     assert told["state"] == "Pending"
     assert "node n1" in told["message"]
-    config = kube.run(kube.client.get(api_client.CONFIG_MAPS, kube.namespace, names.config_name("runs")))
+    config = kube.run(kube.client.get(api_client.CONFIG_MAPS, kube.namespace, objects.config_name("runs")))
     assert objects.RENDEZVOUS_KEY not in config["data"], "the barrier released before all were ready"
 
     kube.play("runs", kube.in_state("runs", "Running"))
@@ -75,7 +75,7 @@ def test_a_job_runs_and_is_deleted(kube: Kube, operator: OperatorProcess) -> Non
     }
     assert told["observedGeneration"] == 1
     opening = objects.rendezvous_in(
-        kube.run(kube.client.get(api_client.CONFIG_MAPS, kube.namespace, names.config_name("runs")))
+        kube.run(kube.client.get(api_client.CONFIG_MAPS, kube.namespace, objects.config_name("runs")))
     )
     assert opening is not None
     assert (opening.round, opening.master_address.host, opening.master_address.port) == (1, "10.0.1.0", 29500)
@@ -122,10 +122,10 @@ def test_of_an_elastic_job_a_failed_node_alone_is_replaced_and_the_others_are_no
     kube.submit("elastic", nodes=nodes, elastic={"min": 5})
     kube.play("elastic", kube.in_state("elastic", "Running"))
     opening = objects.rendezvous_in(
-        kube.run(kube.client.get(api_client.CONFIG_MAPS, kube.namespace, names.config_name("elastic")))
+        kube.run(kube.client.get(api_client.CONFIG_MAPS, kube.namespace, objects.config_name("elastic")))
     )
     assert opening is not None
-    hosts = [names.pod_dns_name("elastic", node, kube.namespace) for node in (0, 1)]
+    hosts = [objects.pod_dns_name("elastic", node, kube.namespace) for node in (0, 1)]
     assert [meeting.host for meeting in opening.coordinators] == hosts
 
     kube.run(kube.kubelet.fail_pod(kube.pods("elastic")[0, 1], EndCause.PLATFORM, text="killed by SIGKILL"))
@@ -189,7 +189,7 @@ def test_an_elastic_job_ends_without_a_node_that_hangs(kube: Kube, operator: Ope
 def test_a_pod_that_vanishes_is_replaced(kube: Kube, operator: OperatorProcess) -> None:
     kube.submit("loses")
     kube.play("loses", kube.in_state("loses", "Running"))
-    kube.run(kube.client.delete(api_client.PODS, kube.namespace, names.pod_name("loses", 0, 1)))
+    kube.run(kube.client.delete(api_client.PODS, kube.namespace, objects.pod_name("loses", 0, 1)))
     kube.play("loses", lambda: (0, 2) in kube.pods("loses"))
     kube.play("loses", kube.in_state("loses", "Running"))
     assert status(kube, "loses")["nodes"][0]["retries"] == 1
@@ -200,7 +200,7 @@ def test_a_pod_that_vanishes_is_replaced(kube: Kube, operator: OperatorProcess) 
 def test_suspended_and_resumed(kube: Kube, operator: OperatorProcess) -> None:
     kube.submit("waits", suspend=True)
     kube.play("waits", kube.in_state("waits", "Suspended"))
-    assert kube.left("waits") == [f"{names.CRD_KIND}/waits"]
+    assert kube.left("waits") == [f"{objects.CRD_KIND}/waits"]
     kube.change("waits", suspend=False)
     kube.play("waits", kube.in_state("waits", "Running"))
     kube.change("waits", suspend=True)
@@ -239,7 +239,7 @@ def test_a_ttl_removes_the_job_within_a_second_of_its_time(kube: Kube, operator:
     kube.play("expires", kube.in_state("expires", "Running"))
     end_all(kube, "expires")
     kube.play("expires", kube.in_state("expires", "Succeeded"), steps=False)
-    ended_s = names.parse_time(status(kube, "expires")["endedAt"])
+    ended_s = objects.parse_time(status(kube, "expires")["endedAt"])
     kube.play("expires", is_gone(kube, "expires"), steps=False)
     # Never early; how late depends on how busy the machine is, so that is measured in bench/, not here.
     assert time.time() >= ended_s + ttl_s
@@ -265,7 +265,7 @@ def test_who_may_not_is_refused_with_what_helps(kube: Kube, operator: OperatorPr
     told = status(kube, "refused")
     assert told["reason"] == "Forbidden"
     assert "Ask the administrator of this platform to allow nobody-knows-me to submit" in told["message"]
-    assert kube.left("refused") == [f"{names.CRD_KIND}/refused"]
+    assert kube.left("refused") == [f"{objects.CRD_KIND}/refused"]
     kube.remove("refused")
     kube.play("refused", is_gone(kube, "refused"))
 
@@ -291,7 +291,7 @@ def test_what_cannot_be_run_here_is_refused_with_what_helps(kube: Kube, operator
         told = status(kube, name)
         assert told["reason"] == reason
         assert text in told["message"]
-        assert kube.left(name) == [f"{names.CRD_KIND}/{name}"]
+        assert kube.left(name) == [f"{objects.CRD_KIND}/{name}"]
         kube.remove(name)
         kube.play(name, is_gone(kube, name))
 
@@ -331,7 +331,12 @@ def test_the_operator_is_killed_and_goes_on(kube: Kube, operator: OperatorProces
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
 def test_kubectl_applies_waits_gets_and_deletes(kube: Kube, operator: OperatorProcess, tmp_path) -> None:
     path = tmp_path / "job.yaml"
-    body = {"apiVersion": names.API_VERSION, "kind": names.CRD_KIND, "metadata": {"name": "typed"}, "spec": kube.spec()}
+    body = {
+        "apiVersion": objects.API_VERSION,
+        "kind": objects.CRD_KIND,
+        "metadata": {"name": "typed"},
+        "spec": kube.spec(),
+    }
     with path.open("w") as file:
         YAML(typ="safe", pure=True).dump(body, file)
     assert "trainingjob.ringweave.dev/typed created" in kube.kubectl("apply", "-f", str(path))

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from ringweave.platforms.kubernetes import api_client, names
-from ringweave.platforms.kubernetes.api_client import Object
-from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes import api_client, objects
+from ringweave.platforms.kubernetes.api_client import ApiError, Object
 from tests.kube.conftest import SOON_S, Kube
 
 
@@ -179,7 +178,12 @@ def test_the_server_says_who_asks(kube: Kube) -> None:
 
 @pytest.mark.usefixtures("roles")
 def test_the_server_says_who_may(kube: Kube) -> None:
-    attributes = {"namespace": kube.namespace, "verb": "submit", "group": names.API_GROUP, "resource": names.CRD_PLURAL}
+    attributes = {
+        "namespace": kube.namespace,
+        "verb": "submit",
+        "group": objects.API_GROUP,
+        "resource": objects.CRD_PLURAL,
+    }
     for groups, is_allowed in ((["system:masters"], True), ([], False)):
         spec = {"user": "nobody-knows-me", "groups": groups, "resourceAttributes": attributes}
         review = kube.run(kube.client.create(api_client.ACCESS_REVIEWS, None, {"spec": spec}))

@@ -2,7 +2,7 @@ import asyncio
 from typing import Any
 
 from ringweave.platforms.kubernetes import api_client
-from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes.api_client import ApiError
 from tests.fakes.kubernetes.simulated_kubelet import SimulatedKubelet
 
 

@@ -9,12 +9,10 @@ from collections.abc import Callable, Mapping
 
 from ringweave.errors import LaunchError
 from ringweave.platforms.kubernetes import api_client
-from ringweave.platforms.kubernetes.action_executor import ActionExecutor
+from ringweave.platforms.kubernetes.action_executor import ActionExecutor, JobKey
 from ringweave.platforms.kubernetes.api_client import ConnectionInfo, KubernetesClient, Object
-from ringweave.platforms.kubernetes.job_admission import JobAdmission
-from ringweave.platforms.kubernetes.job_objects import JobKey
 from ringweave.platforms.kubernetes.objects import PodSettings
-from ringweave.platforms.kubernetes.reconciler import TrainingJobReconciler
+from ringweave.platforms.kubernetes.reconciler import JobAdmission, TrainingJobReconciler
 
 _IDLE_POLL_S = 0.02
 

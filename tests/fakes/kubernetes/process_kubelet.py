@@ -19,9 +19,8 @@ from typing import Any
 
 import psutil
 
-from ringweave.platforms.kubernetes import api_client, names
-from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
-from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes import api_client, objects
+from ringweave.platforms.kubernetes.api_client import ApiError, KubernetesClient, Object
 from ringweave.platforms.kubernetes.objects import WORKER_CONTAINER
 from tests.fakes.kubernetes.naming import sitecustomize
 
@@ -89,7 +88,7 @@ class ProcessKubelet:
                 await asyncio.sleep(_KUBELET_POLL_S)
 
     async def _sync_pods(self) -> None:
-        pods = await self.client.list(api_client.PODS, self._namespace, labelSelector=names.JOB_LABEL)
+        pods = await self.client.list(api_client.PODS, self._namespace, labelSelector=objects.JOB_LABEL)
         pods_by_uid = {pod["metadata"]["uid"]: pod for pod in pods}
         for uid, pod in pods_by_uid.items():
             container = self._containers.get(uid)
@@ -112,7 +111,7 @@ class ProcessKubelet:
         container = _RunningContainer(process=process, folder=folder, pod=pod, started_s=time.time(), address=address)
         self._containers[uid] = container
         self._write_hosts()
-        started = {"startedAt": names.format_time(container.started_s)}
+        started = {"startedAt": objects.format_time(container.started_s)}
         await self._write_status(pod, {"phase": "Running", "podIP": address}, {"running": started})
 
     async def _mount_volumes(self, pod: Object, folder: Path, address: str) -> dict[str, str] | None:
@@ -183,8 +182,8 @@ class ProcessKubelet:
         ended = {
             "exitCode": 128 - code if code < 0 else code,
             "reason": "Completed" if code == 0 else "Error",
-            "startedAt": names.format_time(container.started_s),
-            "finishedAt": names.format_time(time.time()),
+            "startedAt": objects.format_time(container.started_s),
+            "finishedAt": objects.format_time(time.time()),
             "message": (container.folder / "last-words").read_text(),
         }
         await self._write_status(pod, {"phase": "Failed" if code else "Succeeded"}, {"terminated": ended})

@@ -12,10 +12,9 @@ from ringweave.jobs.records import EndCause, GroupPhase
 from ringweave.launcher.workers import HostPort
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent_channel import AgentStatus
-from ringweave.platforms.kubernetes import api_client, names, objects, pod_status
+from ringweave.platforms.kubernetes import api_client, objects, pod_status
 from ringweave.platforms.kubernetes.agent_gateway import barrier_condition
-from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
-from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes.api_client import ApiError, KubernetesClient, Object
 from ringweave.platforms.kubernetes.objects import WORKER_CONTAINER
 from ringweave.platforms.kubernetes.pod_status import AttemptKey
 
@@ -36,7 +35,7 @@ class SimulatedKubelet:
 
     async def list_pods(self, job: str) -> dict[AttemptKey, Object]:
         """Return the Pods of a job."""
-        found = await self.client.list(api_client.PODS, self.namespace, labelSelector=f"{names.JOB_LABEL}={job}")
+        found = await self.client.list(api_client.PODS, self.namespace, labelSelector=f"{objects.JOB_LABEL}={job}")
         self.created |= {(pod["metadata"]["name"], pod["metadata"]["uid"]) for pod in found}
         return {key: dict(pod) for key, pod in pod_status.pods_by_attempt(found).items()}
 
@@ -55,7 +54,7 @@ class SimulatedKubelet:
             if "deletionTimestamp" in pod["metadata"]:
                 await self._finish_deletion(pod)
                 continue
-            if names.STOPPED_ANNOTATION in pod["metadata"].get("annotations", {}):
+            if objects.STOPPED_ANNOTATION in pod["metadata"].get("annotations", {}):
                 await self.end_container(
                     pod,
                     AgentStatus(round=pod_status.requested_round(pod), phase=GroupPhase.STOPPED, pid=1, text="stopped"),
@@ -76,7 +75,7 @@ class SimulatedKubelet:
 
     async def set_running(self, pod: Object, agent_status: AgentStatus) -> None:
         """Set a Pod running, with this status of its agent."""
-        running = {"state": {"running": {"startedAt": names.format_time(self.clock())}}, "ready": True}
+        running = {"state": {"running": {"startedAt": objects.format_time(self.clock())}}, "ready": True}
         is_ready = agent_status.phase in (GroupPhase.READY, GroupPhase.RUNNING)
         conditions = [
             barrier_condition(agent_status, self.clock()),
@@ -97,8 +96,8 @@ class SimulatedKubelet:
         ended = {
             "exitCode": exit_code,
             "reason": reason or ("Completed" if is_good else "Error"),
-            "startedAt": names.format_time(now - 1),
-            "finishedAt": names.format_time(now),
+            "startedAt": objects.format_time(now - 1),
+            "finishedAt": objects.format_time(now),
             **message,
         }
         phase = "Succeeded" if is_good else "Failed"
@@ -119,7 +118,7 @@ class SimulatedKubelet:
         """Lose the Pod's machine: the control plane marks its Pods as not ready."""
         name = pod["metadata"]["name"]
         self.lost_pods.add(name)
-        unready = {"type": "Ready", "status": "False", "lastTransitionTime": names.format_time(self.clock())}
+        unready = {"type": "Ready", "status": "False", "lastTransitionTime": objects.format_time(self.clock())}
         await self.client.patch(
             api_client.PODS, self.namespace, name, {"status": {"conditions": [unready]}}, subresource="status"
         )
@@ -188,7 +187,7 @@ class SimulatedKubelet:
 
     async def _get_config_map(self, job: str) -> Object | None:
         try:
-            return await self.client.get(api_client.CONFIG_MAPS, self.namespace, names.config_name(job))
+            return await self.client.get(api_client.CONFIG_MAPS, self.namespace, objects.config_name(job))
         except ApiError as error:
             if error.is_not_found:
                 return None
@@ -209,7 +208,7 @@ class SimulatedKubelet:
                 **whole,
                 "name": each["name"],
                 "ready": True,
-                "state": {"running": {"startedAt": names.format_time(self.clock())}},
+                "state": {"running": {"startedAt": objects.format_time(self.clock())}},
             }
             for each in pod["spec"]["containers"]
             if each["name"] != WORKER_CONTAINER
@@ -229,7 +228,7 @@ def _coordinator_address(config: Object | None, job: str, node: int, namespace: 
     known = objects.parse_config_data(config["data"]) if config else None
     if known is None or known.node(node).name not in known.coordinator_nodes:
         return None
-    return HostPort(host=names.pod_dns_name(job, node, namespace), port=29600)
+    return HostPort(host=objects.pod_dns_name(job, node, namespace), port=29600)
 
 
 def _ready_condition(is_so: bool) -> Object:

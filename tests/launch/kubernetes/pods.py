@@ -14,7 +14,7 @@ import pytest
 
 from ringweave.jobs.states import JobState
 from ringweave.launcher.node_context import free_port
-from ringweave.platforms.kubernetes import api_client, names
+from ringweave.platforms.kubernetes import api_client, objects
 from ringweave.platforms.kubernetes.api_client import KubernetesClient
 from ringweave.platforms.kubernetes.platform import KubernetesPlatform
 from tests.fakes.kubernetes.fake_cluster import FakeCluster
@@ -61,17 +61,17 @@ class Place:
 
     def left_secrets(self, job: str) -> list[str]:
         assert self.kubelet is not None
-        listed = self.kubelet.client.list(api_client.SECRETS, "default", labelSelector=f"{names.JOB_LABEL}={job}")
+        listed = self.kubelet.client.list(api_client.SECRETS, "default", labelSelector=f"{objects.JOB_LABEL}={job}")
         found = asyncio.run_coroutine_threadsafe(listed, self._loop).result(SOON_S)
         return [each["metadata"]["name"] for each in found]
 
     def leadership(self, job: str) -> dict[str, Any] | None:
         """The latest leadership record of a job, with its round."""
         assert self.kubelet is not None
-        listed = self.kubelet.client.list(api_client.CONFIG_MAPS, "default", labelSelector=f"{names.JOB_LABEL}={job}")
+        listed = self.kubelet.client.list(api_client.CONFIG_MAPS, "default", labelSelector=f"{objects.JOB_LABEL}={job}")
         found = asyncio.run_coroutine_threadsafe(listed, self._loop).result(SOON_S)
         notes = [each["metadata"].get("annotations", {}) for each in found]
-        texts = [each[names.LEADERSHIP_ANNOTATION] for each in notes if names.LEADERSHIP_ANNOTATION in each]
+        texts = [each[objects.LEADERSHIP_ANNOTATION] for each in notes if objects.LEADERSHIP_ANNOTATION in each]
         return json.loads(texts[0]) if texts else None
 
     def remove(self, kind: api_client.ResourceKind, name: str) -> None:

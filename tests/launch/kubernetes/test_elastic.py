@@ -9,7 +9,7 @@ from ringweave.jobs.request import ElasticRequest, JobRequest, NodeRequest
 from ringweave.jobs.states import JobState
 from ringweave.membership import membership_records
 from ringweave.platforms.api import LogQuery
-from ringweave.platforms.kubernetes import names
+from ringweave.platforms.kubernetes import objects
 from tests.launch import until_back
 from tests.launch.kubernetes.pods import SOON_S, Place, place
 from tests.launch.small_training import SUM, epoch, prepared
@@ -50,12 +50,12 @@ def test_a_killed_pod_comes_back_while_the_others_train_on(place: Place, tmp_pat
     before = place.service.job(job)
     assert (before.state, before.reason) == (JobState.RUNNING, None)
     assert sorted(place.left_secrets(job)) == [
-        names.config_name(job),
-        names.credential_pool_name(job, 0),
-        names.credential_pool_name(job, 1),
+        objects.config_name(job),
+        objects.credential_pool_name(job, 0),
+        objects.credential_pool_name(job, 1),
     ]
     assert place.kubelet is not None
-    place.kubelet.signal_pod(names.pod_name(job, node, 1))
+    place.kubelet.signal_pod(objects.pod_name(job, node, 1))
     place.wait(lambda: place.service.job(job).state is JobState.SUCCEEDED, 3 * SOON_S)
 
     seen = place.service.job(job)
@@ -127,7 +127,7 @@ def test_the_pod_of_the_leading_server_is_killed_and_the_standby_takes_over(plac
     assert (leads()["leader"], leads()["term"]) == (0, 0)
     place.wait(lambda: all((tmp_path / f"waits-{rank}").exists() for rank in range(3)), SOON_S)
     assert place.kubelet is not None
-    place.kubelet.signal_pod(names.pod_name("rings", 0, 1))
+    place.kubelet.signal_pod(objects.pod_name("rings", 0, 1))
     place.wait(lambda: leads()["leader"] == 1, SOON_S)
     (tmp_path / "killed").touch()
     place.wait(lambda: place.service.job("rings").state is JobState.SUCCEEDED, 3 * SOON_S)

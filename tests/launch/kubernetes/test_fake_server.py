@@ -10,10 +10,9 @@ import pytest
 from aiohttp import web
 from ruamel.yaml import YAML
 
-from ringweave.platforms.kubernetes import api_client, names
+from ringweave.platforms.kubernetes import api_client, objects
 from ringweave.platforms.kubernetes import operator as kubernetes_operator
-from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
-from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes.api_client import ApiError, KubernetesClient, Object
 from tests.fakes.kubernetes import validation
 from tests.fakes.kubernetes.fake_cluster import FakeCluster
 from tests.fakes.kubernetes.object_store import ObjectStore
@@ -72,8 +71,8 @@ def test_a_pod_that_a_node_has_stays_until_its_kubelet_lets_go(kubeconfig: Path)
         await client.delete(api_client.PODS, "default", "held")
         found = await client.get(api_client.PODS, "default", "held")
         assert found["metadata"]["deletionGracePeriodSeconds"] == 30
-        until_s = names.parse_time(found["metadata"]["deletionTimestamp"])
-        assert until_s - names.parse_time(found["metadata"]["creationTimestamp"]) >= 30, "when it is to be gone"
+        until_s = objects.parse_time(found["metadata"]["deletionTimestamp"])
+        assert until_s - objects.parse_time(found["metadata"]["creationTimestamp"]) >= 30, "when it is to be gone"
         await client.delete(api_client.PODS, "default", "held", gracePeriodSeconds=0)
         with pytest.raises(ApiError, match="not found"):
             await client.get(api_client.PODS, "default", "held")

@@ -8,7 +8,7 @@ from ringweave.jobs import records
 from ringweave.jobs.records import AttemptEnd, EndCause, Job
 from ringweave.jobs.request import JobRequest, NodeRequest
 from ringweave.platforms.api import LogQuery
-from ringweave.platforms.kubernetes import api_client, names, pod_logs
+from ringweave.platforms.kubernetes import api_client, objects, pod_logs
 from ringweave.platforms.kubernetes.api_client import KubernetesClient
 from ringweave.platforms.kubernetes.objects import JobOwner
 from ringweave.platforms.kubernetes.platform import JobLogReader
@@ -33,7 +33,7 @@ def test_all_that_is_known_is_told(kubeconfig: Path) -> None:
         return api_client.connection_info({"KUBECONFIG": str(kubeconfig)})
 
     async def keep() -> None:
-        labels = {names.NODE_LABEL: "0", names.ATTEMPT_LABEL: "1"}
+        labels = {objects.NODE_LABEL: "0", objects.ATTEMPT_LABEL: "1"}
         pod = {"metadata": {"name": "logs-0-1", "labels": labels}}
         lines = ["python: no torch", f"{pod_logs.ROUND_LINE_PREFIX}2", "[1] loss 1", "[0] loss 2", UNREAD]
         async with KubernetesClient(connect) as client:

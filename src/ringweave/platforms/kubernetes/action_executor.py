@@ -1,10 +1,10 @@
-"""Action executor of the operator: carries out the actions of `reconcile` in the API server. Actions are idempotent."""
+"""Observation of a job in the API server, and executor of the actions of `reconcile`, which are idempotent."""
 
 import asyncio
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ringweave.errors import LaunchError, explain
@@ -14,14 +14,58 @@ from ringweave.launcher.workers import HostPort
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent_channel import RendezvousResult
 from ringweave.platforms.agent.job_config import JobConfig
-from ringweave.platforms.kubernetes import api_client, job_resource, names, objects, pod_logs, pod_status
-from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object, ResourceKind
-from ringweave.platforms.kubernetes.api_errors import ApiError
-from ringweave.platforms.kubernetes.job_objects import ObservedJob
+from ringweave.platforms.kubernetes import api_client, job_resource, objects, pod_logs, pod_status
+from ringweave.platforms.kubernetes.api_client import ApiError, KubernetesClient, Object, ResourceKind
 from ringweave.platforms.kubernetes.job_resource import ApiRefusal
-from ringweave.platforms.kubernetes.objects import PodSettings
-from ringweave.platforms.kubernetes.pod_status import Pod
+from ringweave.platforms.kubernetes.objects import JobOwner, PodSettings
+from ringweave.platforms.kubernetes.pod_status import JobObjects, Pod
 from ringweave.platforms.registry import with_platform_option
+
+JobKey = tuple[str, str]
+"""Namespace and name of a TrainingJob."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ObservedJob:
+    """Observation of a job. Each write replaces the resource by the API server's answer."""
+
+    resource: Object
+    job: Job
+    objects: JobObjects
+
+    @property
+    def owner(self) -> JobOwner:
+        """Return the owner of all objects of the job."""
+        return JobOwner.from_resource(self.resource)
+
+    @property
+    def status(self) -> Mapping[str, Any]:
+        """Return the status as saved last."""
+        return self.resource.get("status", {})
+
+
+async def fetch_job_objects(client: KubernetesClient, owner: JobOwner, *, runs: bool = True) -> JobObjects:
+    """Return the job's objects, without those of another job of the same name, or of others.
+
+    Args:
+        client: Client for reading.
+        owner: The job.
+        runs: The job should run; then its Secret and Service are read too, without which no Pod starts.
+    """
+    config = (api_client.CONFIG_MAPS, objects.config_name(owner.name))
+    beside = (
+        (api_client.SECRETS, objects.config_name(owner.name)),
+        (api_client.SERVICES, objects.service_name(owner.name)),
+    )
+    wanted = (config, *beside) if runs else (config,)
+    pods, found = await asyncio.gather(
+        client.list(api_client.PODS, owner.namespace, labelSelector=owner.selector),
+        asyncio.gather(*(client.find(kind, owner.namespace, name) for kind, name in wanted)),
+    )
+    ours = [each if each is not None and owner.owns(each) else None for each in found]
+    of_job = pod_status.pods_by_attempt(pod for pod in pods if owner.owns(pod))
+    return JobObjects(config=ours[0], is_incomplete=None in ours[1:], pods=of_job)
+
 
 FAILURE_REPORT_DELAY_S = 5.0
 """Time after which a failure that is no refusal, such as a webhook without an answer, is reported."""
@@ -215,7 +259,7 @@ class ActionExecutor:
         if found is None or found["metadata"]["uid"] != uid:
             return
         metadata = found["metadata"]
-        left = [finalizer for finalizer in metadata.get("finalizers", ()) if finalizer != names.FINALIZER]
+        left = [finalizer for finalizer in metadata.get("finalizers", ()) if finalizer != objects.FINALIZER]
         body = {"metadata": {"resourceVersion": metadata["resourceVersion"], "finalizers": left}}
         await self._patch_if_exists(api_client.TRAINING_JOBS, found, body)
 
@@ -254,10 +298,10 @@ class ActionExecutor:
         self, observed: ObservedJob, pod: Pod, action: records.RestartGroup | records.StopGroup | records.DeleteGroup
     ) -> None:
         if isinstance(action, records.RestartGroup):
-            await self._annotate_pod(pod, {names.ROUND_ANNOTATION: str(action.round)}, {})
+            await self._annotate_pod(pod, {objects.ROUND_ANNOTATION: str(action.round)}, {})
         elif isinstance(action, records.StopGroup) and pod.get("status", {}).get("phase") == "Running":
             # The kubelet ends a Pod whose deadline has passed, and keeps it for inspection.
-            await self._annotate_pod(pod, {names.STOPPED_ANNOTATION: "true"}, {"spec": {"activeDeadlineSeconds": 1}})
+            await self._annotate_pod(pod, {objects.STOPPED_ANNOTATION: "true"}, {"spec": {"activeDeadlineSeconds": 1}})
         else:
             if not observed.job.record.deleting:  # archived logs are deleted with the job
                 await self._archive_log(observed, pod)
@@ -290,7 +334,7 @@ class ActionExecutor:
                 ):
                     log.add(line)
         except (LaunchError, TimeoutError) as error:
-            if isinstance(error, ApiError) and pod_logs.is_no_log_error(error):
+            if isinstance(error, ApiError) and error.is_no_log:
                 return
             if not (isinstance(error, ApiError) and error.is_refusal):
                 self._retry_log_later(metadata["uid"], error)
@@ -324,7 +368,7 @@ class ActionExecutor:
         """Delete the Service and the Secrets that exist and belong to the job."""
         owner = objects.JobOwner.from_resource(resource)
         secrets = [(api_client.SECRETS, name) for name in objects.secret_names(resource)]
-        of_job = [(api_client.SERVICES, names.service_name(owner.name)), *secrets]
+        of_job = [(api_client.SERVICES, objects.service_name(owner.name)), *secrets]
         for kind, name in of_job:
             found = await self._client.find(kind, owner.namespace, name)
             if found is not None and owner.owns(found):
@@ -335,18 +379,18 @@ class ActionExecutor:
         owner = observed.owner
         digest = hashlib.sha256(f"{owner.uid}/{event.key}".encode()).hexdigest()[:16]
         involved = {
-            "apiVersion": names.API_VERSION,
-            "kind": names.CRD_KIND,
+            "apiVersion": objects.API_VERSION,
+            "kind": objects.CRD_KIND,
             "name": owner.name,
             "namespace": owner.namespace,
             "uid": owner.uid,
         }
-        now = names.format_time(self._clock())
+        now = objects.format_time(self._clock())
         body: dict[str, Any] = {
             "metadata": {"name": f"{owner.name}.{digest}", "namespace": owner.namespace},
             "involvedObject": involved,
             "reason": event.kind,
-            "message": with_platform_option(event.text, owner.name, names.PLATFORM_NAME)[:1024],
+            "message": with_platform_option(event.text, owner.name, objects.PLATFORM_NAME)[:1024],
             "type": "Warning" if event.kind in _WARNING_EVENTS else "Normal",
             "source": {"component": "ringweave-operator"},
             "firstTimestamp": now,
@@ -396,4 +440,4 @@ def make_rendezvous(observed: ObservedJob, config: JobConfig, round_: int) -> Re
 
 def _pod_address(owner: objects.JobOwner, node: int, pod: Pod) -> str:
     """Return the Pod's IP, or its DNS name if the API server knows no IP."""
-    return pod.get("status", {}).get("podIP") or names.pod_dns_name(owner.name, node, owner.namespace)
+    return pod.get("status", {}).get("podIP") or objects.pod_dns_name(owner.name, node, owner.namespace)

@@ -35,10 +35,9 @@ from ringweave.param_server.leadership import LeadershipRecord
 from ringweave.param_server.leadership_log import LogAnswer, RoundLeadership
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState
-from ringweave.platforms.kubernetes import api_client, job_objects, job_resource, names, objects, pod_logs, pod_status
-from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
-from ringweave.platforms.kubernetes.api_errors import ApiError
-from ringweave.platforms.kubernetes.job_objects import ObservedJob
+from ringweave.platforms.kubernetes import api_client, job_resource, objects, pod_logs, pod_status
+from ringweave.platforms.kubernetes.action_executor import ObservedJob
+from ringweave.platforms.kubernetes.api_client import ApiError, KubernetesClient, Object
 from ringweave.platforms.kubernetes.objects import JobOwner
 
 CERTIFICATE_LIFETIME = timedelta(days=3650)
@@ -125,8 +124,8 @@ class CredentialStore:
             UploadRejectedError: The job is being removed, a later attempt has uploaded its own, or the node is unknown.
             ApiError: A concurrent upload; it may be tried again.
         """
-        name = names.credential_pool_name(uploader.owner.name, node)
-        resource = await job_objects.fetch_training_job(self._client, (uploader.owner.namespace, uploader.owner.name))
+        name = objects.credential_pool_name(uploader.owner.name, node)
+        resource = await self._client.find(api_client.TRAINING_JOBS, uploader.owner.namespace, uploader.owner.name)
         if resource is not None and name not in objects.secret_names(resource):
             raise UploadRejectedError(
                 f"credentials of node {node}: job {uploader.owner.name} has no such node, or needs none"
@@ -137,7 +136,7 @@ class CredentialStore:
             raise UploadRejectedError(f"credentials of round {round_}: credentials of a later attempt are stored")
         await self._check_job_wanted(uploader.owner)
         if found is not None:
-            await self._delete_object(api_client.SECRETS, found)
+            await self._client.delete_exactly(api_client.SECRETS, found)
         body = objects.credential_secret(uploader.owner, name, version, texts)
         made = await self._client.create(api_client.SECRETS, uploader.owner.namespace, body)
         await self._delete_if_unwanted(uploader.owner, api_client.SECRETS, made)
@@ -152,7 +151,7 @@ class CredentialStore:
             ApiError: A concurrent request takes some; it may be tried again.
         """
         found = await self._find_secret_of_round(
-            uploader.owner, names.credential_pool_name(uploader.owner.name, uploader.node), round_
+            uploader.owner, objects.credential_pool_name(uploader.owner.name, uploader.node), round_
         )
         if found is None:
             return None
@@ -178,11 +177,11 @@ class CredentialStore:
             UploadRejectedError: The job is being removed.
         """
         await self._check_job_wanted(uploader.owner)
-        name = names.pod_name(uploader.owner.name, uploader.node, uploader.attempt)
-        pod = await self._find_object(api_client.PODS, uploader.owner, name)
+        name = objects.pod_name(uploader.owner.name, uploader.node, uploader.attempt)
+        pod = await self._client.find(api_client.PODS, uploader.owner.namespace, name)
         if pod is not None and _is_kept_pod(pod):
             return
-        labels = {names.NODE_LABEL: str(uploader.node), names.ATTEMPT_LABEL: str(uploader.attempt)}
+        labels = {objects.NODE_LABEL: str(uploader.node), objects.ATTEMPT_LABEL: str(uploader.attempt)}
         body = pod_logs.log_config_map(
             uploader.owner, {"metadata": {"name": name, "labels": labels}}, text.splitlines()
         )
@@ -203,7 +202,7 @@ class CredentialStore:
         return found if latest == round_ else None
 
     async def _find_secret(self, owner: JobOwner, name: str) -> Object | None:
-        found = await self._find_object(api_client.SECRETS, owner, name)
+        found = await self._client.find(api_client.SECRETS, owner.namespace, name)
         if found is not None and not owner.owns(found):
             do = f"Remove the Secret, or give the job {owner.name} another name"
             text = explain(
@@ -212,23 +211,15 @@ class CredentialStore:
             raise UploadRejectedError(text)
         return found
 
-    async def _find_object(self, kind: api_client.ResourceKind, owner: JobOwner, name: str) -> Object | None:
-        try:
-            return await self._client.get(kind, owner.namespace, name)
-        except ApiError as error:
-            if error.is_not_found:
-                return None
-            raise
-
     async def _delete_if_unwanted(self, owner: JobOwner, kind: api_client.ResourceKind, made: Object) -> None:
         try:
             await self._check_job_wanted(owner)
         except UploadRejectedError:
-            await self._delete_object(kind, made)
+            await self._client.delete_exactly(kind, made)
             raise
 
     async def _check_job_wanted(self, owner: JobOwner) -> None:
-        resource = await job_objects.fetch_training_job(self._client, (owner.namespace, owner.name))
+        resource = await self._client.find(api_client.TRAINING_JOBS, owner.namespace, owner.name)
         job = (
             job_resource.job_from_resource(resource)
             if resource is not None and resource["metadata"]["uid"] == owner.uid
@@ -237,15 +228,11 @@ class CredentialStore:
         if job is None or job.desired.delete or job.record.deleting:
             raise UploadRejectedError(f"job {owner.name}: it is being removed")
 
-    async def _delete_object(self, kind: api_client.ResourceKind, found: Mapping[str, Any]) -> None:
-        metadata = found["metadata"]
-        await self._client.delete(kind, metadata["namespace"], metadata["name"], preconditions={"uid": metadata["uid"]})
-
 
 def _is_kept_pod(pod: Mapping[str, Any]) -> bool:
     """Return whether the operator stopped the Pod and keeps it: then the kubelet has its log."""
     metadata = pod["metadata"]
-    return names.STOPPED_ANNOTATION in metadata.get("annotations", {}) and "deletionTimestamp" not in metadata
+    return objects.STOPPED_ANNOTATION in metadata.get("annotations", {}) and "deletionTimestamp" not in metadata
 
 
 _MAX_STALE_READS = 5
@@ -271,10 +258,10 @@ class LeadershipStore:
         """
         attempt = 0
         while True:
-            found = await self._client.find(api_client.CONFIG_MAPS, owner.namespace, names.config_name(owner.name))
+            found = await self._client.find(api_client.CONFIG_MAPS, owner.namespace, objects.config_name(owner.name))
             if found is None or not owner.owns(found):
                 raise UploadRejectedError(f"leadership of job {owner.name}: it has no config, so no round runs")
-            text = found["metadata"].get("annotations", {}).get(names.LEADERSHIP_ANNOTATION)
+            text = found["metadata"].get("annotations", {}).get(objects.LEADERSHIP_ANNOTATION)
             known = None if text is None else _LEADERSHIP_ADAPTER.validate_json(file_io.bounded(text))
             answer = leadership_log.append_to(known, round_, record)
             if record is None or not answer.is_appended or (known is not None and known.record == record):
@@ -290,7 +277,7 @@ class LeadershipStore:
 
     async def _write(self, found: Object, leadership: RoundLeadership) -> None:
         metadata = found["metadata"]
-        annotations = {names.LEADERSHIP_ANNOTATION: _LEADERSHIP_ADAPTER.dump_json(leadership).decode()}
+        annotations = {objects.LEADERSHIP_ANNOTATION: _LEADERSHIP_ADAPTER.dump_json(leadership).decode()}
         body = {"metadata": {"resourceVersion": metadata["resourceVersion"], "annotations": annotations}}
         await self._client.patch(api_client.CONFIG_MAPS, metadata["namespace"], metadata["name"], body)
 
@@ -354,7 +341,9 @@ class AgentGateway:
             del self._pod_states[key]
         for key, pod in current.items():
             metadata = pod["metadata"]
-            must_leave = "deletionTimestamp" in metadata or names.STOPPED_ANNOTATION in metadata.get("annotations", {})
+            must_leave = "deletionTimestamp" in metadata or objects.STOPPED_ANNOTATION in metadata.get(
+                "annotations", {}
+            )
             why = "it was stopped" if must_leave else ""
             self._set_desired_state(
                 key,
@@ -507,7 +496,7 @@ class AgentGateway:
         condition = barrier_condition(status, self._clock())
         body = {"status": {"conditions": [condition]}}
         await self._client.patch(
-            api_client.PODS, namespace, names.pod_name(job, node, attempt), body, subresource="status"
+            api_client.PODS, namespace, objects.pod_name(job, node, attempt), body, subresource="status"
         )
 
     async def _authenticate(self, request: web.Request) -> PodKey:
@@ -536,7 +525,7 @@ class AgentGateway:
         if before is not None:
             self._tokens[job] = replace(before, read_s=self._clock())  # concurrent requests do not read it too
         try:
-            found = await self._client.get(api_client.SECRETS, job[0], names.config_name(job[1]))
+            found = await self._client.get(api_client.SECRETS, job[0], objects.config_name(job[1]))
         except LaunchError:
             return before
         text = b64decode(found["data"][objects.TOKEN_KEY]).decode()
@@ -549,12 +538,12 @@ class AgentGateway:
 def barrier_condition(status: AgentStatus, now: float) -> dict[str, str | None]:
     """Return an agent's status as a condition of its Pod."""
     return {
-        "type": names.BARRIER_CONDITION,
+        "type": objects.BARRIER_CONDITION,
         "status": "True" if status.phase in _AT_BARRIER_PHASES else "False",
         "reason": str(status.phase),
         "message": agent_channel.STATUS_JSON.dump(status),
         "lastProbeTime": None,
-        "lastTransitionTime": names.format_time(now),
+        "lastTransitionTime": objects.format_time(now),
     }
 
 

@@ -39,7 +39,7 @@ from ringweave.platforms.agent.agent_channel import (
     never_stop,
 )
 from ringweave.platforms.agent.job_config import JobConfig
-from ringweave.platforms.kubernetes import names, objects, pod_logs
+from ringweave.platforms.kubernetes import objects, pod_logs
 from ringweave.rpc import Credentials
 from ringweave.telemetry import event_lines
 
@@ -405,7 +405,7 @@ def main(environ: Mapping[str, str]) -> int:
         home=home,
         cpus_shared_by=config.node(int(node)).workers,
         node_context=HostContext(environ.get("POD_IP") or "127.0.0.1"),
-        host=names.pod_dns_name(job, int(node), namespace),
+        host=objects.pod_dns_name(job, int(node), namespace),
     )
     os.chdir(config.directory or home)
     termination_log = Path(environ.get("RINGWEAVE_TERMINATION_LOG", TERMINATION_LOG))

@@ -1,4 +1,4 @@
-"""Kubernetes API client: connection settings, resource kinds, JSON requests, watches, and access reviews."""
+"""Kubernetes API client: errors, connection settings, resource kinds, JSON requests, watches, and access reviews."""
 
 import asyncio
 import base64
@@ -25,8 +25,70 @@ import ringweave
 from ringweave.errors import LaunchError, UsageError, explain
 from ringweave.files import file_io
 from ringweave.jobs.admission import Permission
-from ringweave.platforms.kubernetes import api_errors, names
+from ringweave.platforms.kubernetes import objects
 from ringweave.platforms.kubernetes.objects import Object
+
+
+class ApiError(LaunchError):
+    """Failure answer of the API server."""
+
+    def __init__(self, text: str, *, status: int, reason: str, message: str) -> None:
+        super().__init__(text)
+        self.status = status
+        """HTTP status code."""
+        self.reason = reason
+        """One word: `NotFound`, `AlreadyExists`, `Conflict`, `Invalid`, `Forbidden`, `Expired`."""
+        self.message = message
+        """Message of the server."""
+
+    @property
+    def is_not_found(self) -> bool:
+        """Return whether the object does not exist."""
+        return self.status == 404
+
+    @property
+    def already_exists(self) -> bool:
+        return self.reason == "AlreadyExists"
+
+    @property
+    def is_stale(self) -> bool:
+        """Return whether the object was changed or replaced meanwhile; read it again."""
+        is_another = self.status == 422 and "metadata.uid" in self.message  # the answer to a patch with a uid
+        return is_another or (self.status == 409 and not self.already_exists)
+
+    @property
+    def is_no_log(self) -> bool:
+        """Return whether the API server has no log, since nothing ran, or nothing is left of it."""
+        return self.is_not_found or (self.status == 400 and "waiting to start" in self.message)
+
+    @property
+    def is_refusal(self) -> bool:
+        """Return whether the request itself is wrong or not allowed, so that a retry does not help."""
+        return self.status in (400, 403, 405, 413, 415, 422) and not self.is_stale
+
+
+def error_from_answer(what: str, status: int, answer: Mapping[str, Any]) -> ApiError:
+    """Return the error of an answer: a Status object, or the body that a proxy made."""
+    reason = str(answer.get("reason") or "Unknown")
+    message = str(answer.get("message") or "no message")
+    do = _FIXES.get(reason, "Check the API server and its log")
+    text = explain(what, got=f"{status} {reason}", expected="an answer of the API server", do=f"{message}. {do}")
+    return ApiError(text, status=status, reason=reason, message=message)
+
+
+def unreachable_error(server: str, error: Exception) -> LaunchError:
+    """Return the error for a server that does not answer."""
+    got = str(error) or type(error).__name__
+    do = "Check the kubeconfig (kubectl cluster-info shows whether kubectl gets there), and the network"
+    return LaunchError(explain("Kubernetes API server", got=got, expected="an answer", do=do, where=server))
+
+
+_FIXES = {
+    "Forbidden": "Ask for a role that allows it (kubectl auth can-i --list shows your permissions)",
+    "Unauthorized": "Log in again: the credentials of the kubeconfig are not accepted",
+    "NotFound": "Check the name and the namespace; if the resource itself is unknown, apply deploy/base first",
+    "Conflict": "It was changed at the same time; try again",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +107,7 @@ class ResourceKind:
         return root + space + "/" + "/".join(part for part in (self.plural, name, subresource) if part)
 
 
-TRAINING_JOBS = ResourceKind(api_version=names.API_VERSION, kind=names.CRD_KIND, plural=names.CRD_PLURAL)
+TRAINING_JOBS = ResourceKind(api_version=objects.API_VERSION, kind=objects.CRD_KIND, plural=objects.CRD_PLURAL)
 PODS = ResourceKind(api_version="v1", kind="Pod", plural="pods")
 CONFIG_MAPS = ResourceKind(api_version="v1", kind="ConfigMap", plural="configmaps")
 SECRETS = ResourceKind(api_version="v1", kind="Secret", plural="secrets")
@@ -179,7 +241,7 @@ class KubernetesClient:
         """
         try:
             return await self.get(kind, namespace, name)
-        except api_errors.ApiError as error:
+        except ApiError as error:
             if error.is_not_found:
                 return None
             raise
@@ -262,7 +324,7 @@ class KubernetesClient:
         """Delete the object. It may be gone already, or be another one than the preconditions name."""
         try:
             await self.request("DELETE", kind.path(namespace, name), body=options or None)
-        except api_errors.ApiError as error:
+        except ApiError as error:
             if not error.is_not_found and not (error.is_stale and "preconditions" in options):
                 raise
 
@@ -293,7 +355,7 @@ class KubernetesClient:
             self._headers = self._connect().headers()
             status, answer = await self._send_request(method, path, params, data, headers)
         if status >= 400:
-            raise api_errors.error_from_answer(f"{method} {path}", status, answer)
+            raise error_from_answer(f"{method} {path}", status, answer)
         return answer
 
     async def _send_request(
@@ -310,7 +372,7 @@ class KubernetesClient:
             ):
                 return response.status, _parse_answer(await response.read())
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise api_errors.unreachable_error(self._server, error) from error
+            raise unreachable_error(self._server, error) from error
 
     async def stream_lines(
         self, path: str, params: Mapping[str, str], *, silence_s: float | None = None
@@ -332,9 +394,7 @@ class KubernetesClient:
                 self._server + path, params=params, timeout=timeout, headers=self._headers
             ) as response:
                 if response.status >= 400:
-                    raise api_errors.error_from_answer(
-                        f"GET {path}", response.status, _parse_answer(await response.read())
-                    )
+                    raise error_from_answer(f"GET {path}", response.status, _parse_answer(await response.read()))
                 rest = b""
                 async for chunk in response.content.iter_any():
                     *whole, rest = (file_io.bounded(rest) + chunk).split(b"\n")
@@ -343,7 +403,7 @@ class KubernetesClient:
                 if rest:
                     yield rest.decode("utf-8", "replace")
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, asyncio.IncompleteReadError) as error:
-            raise api_errors.unreachable_error(self._server, error) from error
+            raise unreachable_error(self._server, error) from error
 
 
 def _request_content(data: bytes) -> bytes | io.BytesIO:
@@ -570,7 +630,7 @@ async def fetch_permission(
         ApiError: The client may not ask.
         LaunchError: The server did not answer.
     """
-    attributes = {"namespace": namespace, "verb": verb, "group": names.API_GROUP, "resource": names.CRD_PLURAL}
+    attributes = {"namespace": namespace, "verb": verb, "group": objects.API_GROUP, "resource": objects.CRD_PLURAL}
     kind = SELF_ACCESS_REVIEWS if user is None else ACCESS_REVIEWS
     subject = {} if user is None else {"user": user, "groups": list(groups)}
     status = (await client.create(kind, None, {"spec": {**subject, "resourceAttributes": attributes}})).get(
@@ -579,4 +639,6 @@ async def fetch_permission(
     if status.get("allowed"):
         return Permission(allowed=True, text=status.get("reason", "") or "the roles of the cluster", any_owner=True)
     reason = status.get("reason") or status.get("evaluationError") or "no role allows it"
-    return Permission(allowed=False, text=f"no role allows {verb} on {names.CRD_PLURAL}.{names.API_GROUP} ({reason})")
+    return Permission(
+        allowed=False, text=f"no role allows {verb} on {objects.CRD_PLURAL}.{objects.API_GROUP} ({reason})"
+    )

@@ -13,7 +13,7 @@ from ringweave.jobs import records
 from ringweave.jobs.records import DesiredJobState, Job, JobEvent, NodeRecord
 from ringweave.jobs.request import DeletionPolicy, ElasticRequest, JobRequest, NodeRequest
 from ringweave.jobs.states import JobState, NodeState, Reason
-from ringweave.platforms.kubernetes import names
+from ringweave.platforms.kubernetes import objects
 from ringweave.platforms.registry import reason_with_platform_option, with_platform_option
 
 ResourceObject = Mapping[str, Any]
@@ -83,7 +83,7 @@ def job_from_resource(resource: ResourceObject) -> Job | None:
     return Job(
         request=request,
         requester=requester_of(resource),
-        created_s=names.parse_time(resource["metadata"]["creationTimestamp"]),
+        created_s=objects.parse_time(resource["metadata"]["creationTimestamp"]),
         counts=tuple(counts),
         desired=desired_from_resource(resource),
         record=records.RECORD_JSON.parse(record),
@@ -125,7 +125,7 @@ def hosts_of(resource: ResourceObject) -> Sequence[str | None]:
 
 def is_managed_here(resource: ResourceObject) -> bool:
     """Return whether this operator manages the job, and not another one that `managedBy` names."""
-    return resource["spec"].get("managedBy", names.MANAGER) == names.MANAGER
+    return resource["spec"].get("managedBy", objects.MANAGER) == objects.MANAGER
 
 
 def resource_from_request(
@@ -162,7 +162,7 @@ def resource_from_request(
     if request.ttl_s is not None:
         spec["ttlSecondsAfterFinished"] = request.ttl_s
     metadata = {"name": request.name, "namespace": namespace}
-    return {"apiVersion": names.API_VERSION, "kind": names.CRD_KIND, "metadata": metadata, "spec": spec}
+    return {"apiVersion": objects.API_VERSION, "kind": objects.CRD_KIND, "metadata": metadata, "spec": spec}
 
 
 def _to_node_entry(index: int, node: NodeRequest) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def status_with_refusals(status: Mapping[str, Any], job: Job, refusals: list[Api
     updated = {**status, **reason_fields, "nodes": nodes, "conditions": conditions}
     key = f"round{job.record.round}/{reason.code}"
     if key not in {event["key"] for event in status["events"]}:
-        event = {"key": key, "time": names.format_time(now), "kind": reason.code, "text": str(reason)}
+        event = {"key": key, "time": objects.format_time(now), "kind": reason.code, "text": str(reason)}
         updated["events"] = [*status["events"], event]
     return updated
 
@@ -311,14 +311,14 @@ def status_from_job(
         "workers": job.request.num_workers,
         "run": record.run,
         "round": record.round,
-        "admittedAt": before.get("admittedAt", names.format_time(now)),
+        "admittedAt": before.get("admittedAt", objects.format_time(now)),
         "nodes": [_node_status(job, index) for index in range(len(record.nodes))],
         "conditions": _all_conditions(job, before, generation, now),
         "events": _append_events(before, events, now),
         "record": saved,
     }
     if record.ended_s is not None:
-        status["endedAt"] = names.format_time(record.ended_s)
+        status["endedAt"] = objects.format_time(record.ended_s)
     return status
 
 
@@ -339,19 +339,19 @@ def _with_platform_options(job: Job) -> Job:
     """Return the job with complete commands in its reasons."""
     name, record = job.request.name, job.record
     nodes = tuple(
-        replace(known, reason=reason_with_platform_option(known.reason, name, names.PLATFORM_NAME))
+        replace(known, reason=reason_with_platform_option(known.reason, name, objects.PLATFORM_NAME))
         for known in record.nodes
     )
     return replace(
         job,
         record=replace(
-            record, reason=reason_with_platform_option(record.reason, name, names.PLATFORM_NAME), nodes=nodes
+            record, reason=reason_with_platform_option(record.reason, name, objects.PLATFORM_NAME), nodes=nodes
         ),
     )
 
 
 def _event_with_platform_options(job: Job, event: JobEvent) -> JobEvent:
-    return replace(event, text=with_platform_option(event.text, job.request.name, names.PLATFORM_NAME))
+    return replace(event, text=with_platform_option(event.text, job.request.name, objects.PLATFORM_NAME))
 
 
 def _ready_text(job: Job) -> str:
@@ -408,7 +408,7 @@ def _make_condition(
     status = "True" if is_so else "False"
     known = next((item for item in before.get("conditions", ()) if item["type"] == kind), None)
     is_same = known is not None and known["status"] == status
-    since = known["lastTransitionTime"] if known is not None and is_same else names.format_time(now)
+    since = known["lastTransitionTime"] if known is not None and is_same else objects.format_time(now)
     return {
         "type": kind,
         "status": status,
@@ -424,6 +424,6 @@ def _append_events(before: Mapping[str, Any], events: Sequence[JobEvent], now: f
     keys = {item["key"] for item in kept}
     new = [event for event in events if event.key not in keys]
     added = [
-        {"key": event.key, "time": names.format_time(now), "kind": event.kind, "text": event.text} for event in new
+        {"key": event.key, "time": objects.format_time(now), "kind": event.kind, "text": event.text} for event in new
     ]
     return [*kept, *added][-MAX_EVENTS:]

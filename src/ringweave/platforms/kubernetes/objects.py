@@ -1,10 +1,11 @@
-"""Objects of a job in the API server: ConfigMap, Secret, headless Service and Pods. Pure."""
+"""Objects of a job in the API server: names, labels and times; ConfigMap, Secret, headless Service, Pods. Pure."""
 
 import re
 import secrets
 from base64 import b64decode
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 from ringweave.errors import JobError, explain
@@ -12,7 +13,81 @@ from ringweave.jobs.records import CreateGroup, Job
 from ringweave.jobs.request import SERVER_MODES
 from ringweave.platforms.agent import agent_channel, job_config
 from ringweave.platforms.agent.agent_channel import NUM_INCARNATIONS, NUM_SERVER_INCARNATIONS, RendezvousResult
-from ringweave.platforms.kubernetes import names
+
+PLATFORM_NAME = "kubernetes"
+"""Value of `--on`."""
+API_GROUP = "ringweave.dev"
+CRD_VERSION = "v1alpha2"
+API_VERSION = f"{API_GROUP}/{CRD_VERSION}"
+CRD_KIND = "TrainingJob"
+CRD_PLURAL = "trainingjobs"
+FINALIZER = f"{API_GROUP}/operator"
+"""Set on each job until all its objects are gone: there may be no garbage collector, and it may be late."""
+MANAGER = f"{API_GROUP}/operator"
+"""Value of `managedBy` for this operator; absent means the same."""
+
+JOB_LABEL = f"{API_GROUP}/job"
+NODE_LABEL = f"{API_GROUP}/node"
+ATTEMPT_LABEL = f"{API_GROUP}/attempt"
+ROUND_ANNOTATION = f"{API_GROUP}/round"
+"""Annotation of a Pod: round of the start barrier that it has to join."""
+STOPPED_ANNOTATION = f"{API_GROUP}/stopped"
+"""Annotation of a Pod that was told to stop and is kept."""
+BARRIER_CONDITION = f"{API_GROUP}/AtBarrier"
+"""Condition of a Pod, in its readiness gates: the status of its agent."""
+
+
+LEADERSHIP_ANNOTATION = f"{API_GROUP}/leadership"
+"""Annotation of a job's ConfigMap: the latest leadership record of its parameter servers, with its round, as JSON."""
+
+
+def config_name(job: str) -> str:
+    """Return the name of the ConfigMap and of the Secret."""
+    return f"{job}-config"
+
+
+def credential_pool_name(job: str, node: int) -> str:
+    """Return the name of the Secret with the credentials of a node's processes.
+
+    Jobs with a parameter server and elastic jobs have them.
+    """
+    return f"{job}-credentials-{node}"
+
+
+def service_name(job: str) -> str:
+    """Return the name of the headless Service, the domain of the workers' host names."""
+    return job
+
+
+def pod_name(job: str, node: int, attempt: int) -> str:
+    """Return the name of the Pod of a node's attempt. It is unique, since it always ends in node and attempt."""
+    return f"{job}-{node}-{attempt}"
+
+
+def pod_hostname(job: str, node: int) -> str:
+    """Return the host name of a node's Pod, equal for all attempts."""
+    return f"{job}-{node}"
+
+
+def pod_dns_name(job: str, node: int, namespace: str) -> str:
+    """Return the DNS name of a node's Pod, equal for all attempts."""
+    return f"{pod_hostname(job, node)}.{service_name(job)}.{namespace}.svc"
+
+
+def parse_time(text: str) -> float:
+    """Parse `2026-11-21T13:00:00Z`, with or without a fraction, into seconds since 1970."""
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+
+
+def format_time(seconds: float) -> str:
+    """Return `2026-11-21T13:00:00Z`, without a fraction, for the fields of the API."""
+    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def format_time_micro(seconds: float) -> str:
+    """Return the time with microseconds, for Leases."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
 
 Object = dict[str, Any]
 
@@ -33,14 +108,14 @@ class JobOwner:
 
     def metadata(self, name: str, **labels: str) -> Object:
         reference = {
-            "apiVersion": names.API_VERSION,
-            "kind": names.CRD_KIND,
+            "apiVersion": API_VERSION,
+            "kind": CRD_KIND,
             "name": self.name,
             "uid": self.uid,
             "controller": True,
             "blockOwnerDeletion": True,
         }
-        ours = {"app.kubernetes.io/managed-by": "ringweave", names.JOB_LABEL: self.name}
+        ours = {"app.kubernetes.io/managed-by": "ringweave", JOB_LABEL: self.name}
         return {
             "name": name,
             "namespace": self.namespace,
@@ -56,7 +131,7 @@ class JobOwner:
     @property
     def selector(self) -> str:
         """Return the label selector of all objects of jobs of this name."""
-        return f"{names.JOB_LABEL}={self.name}"
+        return f"{JOB_LABEL}={self.name}"
 
 
 MAX_CONFIG_MAP_BYTES = 2**20
@@ -86,7 +161,7 @@ def config_map(job: Job, owner: JobOwner, source: str | None) -> Object:
         raise JobError(
             explain(f"bytes of the ConfigMap of job {job.request.name}", got=num_bytes, expected=expected, do=do)
         )
-    return {"metadata": owner.metadata(names.config_name(owner.name)), "data": data}
+    return {"metadata": owner.metadata(config_name(owner.name)), "data": data}
 
 
 def parse_config_data(data: Mapping[str, str]) -> job_config.JobConfig:
@@ -103,18 +178,18 @@ def rendezvous_in(found: Mapping[str, Any] | None) -> RendezvousResult | None:
 
 def token_secret(owner: JobOwner) -> Object:
     """Return the Secret with a token that authenticates the agents of the job."""
-    metadata = owner.metadata(names.config_name(owner.name))
+    metadata = owner.metadata(config_name(owner.name))
     return {"metadata": metadata, "type": "Opaque", "stringData": {TOKEN_KEY: secrets.token_urlsafe(32)}}
 
 
 def headless_service(owner: JobOwner) -> Object:
     """Return the headless Service; it publishes Pods before they are ready, since they meet at the barrier."""
     return {
-        "metadata": owner.metadata(names.service_name(owner.name)),
+        "metadata": owner.metadata(service_name(owner.name)),
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": {names.JOB_LABEL: owner.name},
+            "selector": {JOB_LABEL: owner.name},
         },
     }
 
@@ -227,22 +302,22 @@ def worker_pod(job: Job, owner: JobOwner, action: CreateGroup, *, host: str | No
         host: Required Kubernetes node; None: any.
         settings: Settings of the operator.
     """
-    labels = {names.NODE_LABEL: str(action.node), names.ATTEMPT_LABEL: str(action.attempt)}
-    metadata = owner.metadata(names.pod_name(owner.name, action.node, action.attempt), **labels)
-    metadata["annotations"] = {names.ROUND_ANNOTATION: str(action.round)}
+    labels = {NODE_LABEL: str(action.node), ATTEMPT_LABEL: str(action.attempt)}
+    metadata = owner.metadata(pod_name(owner.name, action.node, action.attempt), **labels)
+    metadata["annotations"] = {ROUND_ANNOTATION: str(action.round)}
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": TERMINATION_GRACE_S,
-        "hostname": names.pod_hostname(owner.name, action.node),
-        "subdomain": names.service_name(owner.name),
-        "readinessGates": [{"conditionType": names.BARRIER_CONDITION}],
+        "hostname": pod_hostname(owner.name, action.node),
+        "subdomain": service_name(owner.name),
+        "readinessGates": [{"conditionType": BARRIER_CONDITION}],
         "containers": [_worker_container(job, owner, action, settings)],
         "volumes": [
-            {"name": "config", "configMap": {"name": names.config_name(owner.name)}},
+            {"name": "config", "configMap": {"name": config_name(owner.name)}},
             # Root owns the files, and the image may run as any user.
-            {"name": "secret", "secret": {"secretName": names.config_name(owner.name), "defaultMode": 0o444}},
+            {"name": "secret", "secret": {"secretName": config_name(owner.name), "defaultMode": 0o444}},
             {"name": "home", "emptyDir": {}},
             # The default of Docker and containerd is 64 MB; workers of one node exchange gradients through it.
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
@@ -325,14 +400,14 @@ def credential_secret(owner: JobOwner, name: str, version: UploadVersion, texts:
         texts: `HOLDER.INCARNATION` -> credentials.
     """
     metadata = owner.metadata(name)
-    metadata["annotations"] = {names.ROUND_ANNOTATION: str(version[0]), names.ATTEMPT_LABEL: str(version[1])}
+    metadata["annotations"] = {ROUND_ANNOTATION: str(version[0]), ATTEMPT_LABEL: str(version[1])}
     return {"metadata": metadata, "type": "Opaque", "stringData": dict(texts)}
 
 
 def upload_version(found: Mapping[str, Any]) -> UploadVersion:
     """Return the upload version of a Secret of `credential_secret`."""
     annotations = found["metadata"]["annotations"]
-    return int(annotations[names.ROUND_ANNOTATION]), int(annotations[names.ATTEMPT_LABEL])
+    return int(annotations[ROUND_ANNOTATION]), int(annotations[ATTEMPT_LABEL])
 
 
 def credential_texts(found: Mapping[str, Any], keys: Collection[str]) -> dict[str, str]:
@@ -355,6 +430,6 @@ def secret_names(resource: Mapping[str, Any]) -> list[str]:
     has_services, encrypts = "elastic" in spec or spec.get("mode") in SERVER_MODES, spec.get("encrypt") != "off"
     nodes = range(len(spec["nodes"])) if has_services or (encrypts and len(spec["nodes"]) > 1) else ()
     return [
-        names.config_name(name),
-        *(names.credential_pool_name(name, node) for node in nodes),
+        config_name(name),
+        *(credential_pool_name(name, node) for node in nodes),
     ]

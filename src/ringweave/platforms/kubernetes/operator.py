@@ -19,16 +19,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from ringweave.errors import LaunchError, RingweaveError, UsageError, explain
 from ringweave.platforms import metrics
 from ringweave.platforms.api import JobView
-from ringweave.platforms.kubernetes import agent_gateway, api_client, names
+from ringweave.platforms.kubernetes import agent_gateway, api_client, objects
 from ringweave.platforms.kubernetes import platform as kubernetes_platform
-from ringweave.platforms.kubernetes.action_executor import ActionExecutor
+from ringweave.platforms.kubernetes.action_executor import ActionExecutor, JobKey
 from ringweave.platforms.kubernetes.agent_gateway import AgentGateway, ServerCertificate
-from ringweave.platforms.kubernetes.api_client import ConnectionInfo, KubernetesClient, ResourceKind
-from ringweave.platforms.kubernetes.api_errors import ApiError
-from ringweave.platforms.kubernetes.job_admission import JobAdmission
-from ringweave.platforms.kubernetes.job_objects import JobKey
+from ringweave.platforms.kubernetes.api_client import ApiError, ConnectionInfo, KubernetesClient, ResourceKind
 from ringweave.platforms.kubernetes.objects import Object, PodSettings, Quantity, Toleration
-from ringweave.platforms.kubernetes.reconciler import ReconcileQueue, TrainingJobReconciler
+from ringweave.platforms.kubernetes.reconciler import JobAdmission, ReconcileQueue, TrainingJobReconciler
 
 LEASE_NAME = "ringweave-operator"
 LEASE_RELEASE_TIMEOUT_S = 2.0
@@ -178,7 +175,7 @@ class LeaderElection:
         return now - self._last_change[1] > lasts_s
 
     async def _write_lease(self, lease: Object, *, transitions: int) -> bool:
-        now = names.format_time_micro(self._clock())
+        now = objects.format_time_micro(self._clock())
         spec = lease.get("spec", {})
         is_held = spec.get("holderIdentity") == self._settings.identity
         spec = {
@@ -287,7 +284,7 @@ async def _list_job_views(client: KubernetesClient, namespaces: Sequence[str]) -
     views = []
     for namespace in namespaces or (None,):
         for resource in await client.list(api_client.TRAINING_JOBS, namespace):
-            platform = f"{names.PLATFORM_NAME}/{resource['metadata']['namespace']}"
+            platform = f"{objects.PLATFORM_NAME}/{resource['metadata']['namespace']}"
             views.append(replace(kubernetes_platform.training_job_view(resource, time.time()), platform=platform))
     return views
 
@@ -420,9 +417,9 @@ async def _enqueue_changes(
 ) -> None:
     """Enqueue a job for every change of it, or of one of its Pods or ConfigMaps, which alone have the label."""
     is_job = kind is api_client.TRAINING_JOBS
-    async for found in client.watch(kind, namespace, **({} if is_job else {"labelSelector": names.JOB_LABEL})):
+    async for found in client.watch(kind, namespace, **({} if is_job else {"labelSelector": objects.JOB_LABEL})):
         metadata = found["metadata"]
-        queue.enqueue((metadata["namespace"], metadata["name"] if is_job else metadata["labels"][names.JOB_LABEL]))
+        queue.enqueue((metadata["namespace"], metadata["name"] if is_job else metadata["labels"][objects.JOB_LABEL]))
 
 
 def _uses_tls(settings: OperatorSettings) -> bool:

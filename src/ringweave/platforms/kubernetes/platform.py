@@ -22,9 +22,8 @@ from ringweave.jobs.request import JobRequest
 from ringweave.jobs.states import JobState, Reason
 from ringweave.platforms import api, submission
 from ringweave.platforms.api import EventView, JobView, LogLine, LogQuery, Platform, RenderedObject, Submission
-from ringweave.platforms.kubernetes import api_client, job_resource, names, pod_logs, pod_status
-from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object, connection_info
-from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes import api_client, job_resource, objects, pod_logs, pod_status
+from ringweave.platforms.kubernetes.api_client import ApiError, KubernetesClient, Object, connection_info
 from ringweave.platforms.kubernetes.objects import JobOwner
 
 LOG_POLL_S = 0.5
@@ -140,9 +139,9 @@ class JobLogReader:
                 if self._is_reader_gone.is_set():
                     return
         except ApiError as error:
-            if error.status == 400 and not pod_logs.is_no_log_error(error):
+            if error.status == 400 and not error.is_no_log:
                 await self._emit_lines(key, [pod_logs.unread_log_line(error)])
-            elif not pod_logs.is_no_log_error(error):  # else the archived logs have it, or will
+            elif not error.is_no_log:  # else the archived logs have it, or will
                 raise
 
     async def _emit_lines(self, key: pod_status.AttemptKey, lines: Sequence[str]) -> None:
@@ -193,14 +192,14 @@ def training_job_view(resource: TrainingJobObject, now: float, *, with_events: b
     """Return the view of a TrainingJob for users."""
     events = resource.get("status", {}).get("events", ()) if with_events else ()
     event_views = [
-        EventView(time_s=names.parse_time(each["time"]), kind=each["kind"], text=each["text"]) for each in events
+        EventView(time_s=objects.parse_time(each["time"]), kind=each["kind"], text=each["text"]) for each in events
     ]
     metadata = resource["metadata"]
     namespace, name = metadata["namespace"], metadata["name"]
     files = f"kubectl -n {namespace} get pods,configmaps -l ringweave.dev/job={name}"
     return api.job_view(
         with_pending_retry(displayed_training_job(resource, now), now),
-        platform=names.PLATFORM_NAME,
+        platform=objects.PLATFORM_NAME,
         events=event_views,
         files=files,
     )
@@ -238,7 +237,7 @@ def displayed_training_job(resource: TrainingJobObject, now: float) -> Job:
 def _invalid_job(resource: TrainingJobObject, error: JobError, now: float) -> Job:
     spec, name = resource["spec"], resource["metadata"]["name"]
     device, total = ("cuda", spec["gpus"]) if "gpus" in spec else ("cpu", spec.get("cpuWorkers", 1))
-    hint = f"ringweave delete {name} --on {names.PLATFORM_NAME}, and submit it again"
+    hint = f"ringweave delete {name} --on {objects.PLATFORM_NAME}, and submit it again"
     reason = Reason(code="Invalid", text=str(error), hint=hint)
     requester, created_s = job_resource.requester_of(resource), _created_s(resource, now)
     return api.unreadable_job(name, requester, created_s, reason, num_workers=total, device=device)
@@ -246,7 +245,7 @@ def _invalid_job(resource: TrainingJobObject, error: JobError, now: float) -> Jo
 
 def _created_s(resource: TrainingJobObject, now: float) -> float:
     made = resource["metadata"].get("creationTimestamp")
-    return now if made is None else names.parse_time(made)
+    return now if made is None else objects.parse_time(made)
 
 
 ADMISSION_TIMEOUT_S = 10.0

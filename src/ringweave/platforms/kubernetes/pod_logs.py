@@ -8,8 +8,7 @@ from typing import Any
 
 from ringweave.files import rotation
 from ringweave.launcher.run_dir import RunDir
-from ringweave.platforms.kubernetes import names, pod_status
-from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes import objects, pod_status
 from ringweave.platforms.kubernetes.objects import WORKER_CONTAINER, JobOwner, Object
 
 MAX_LOG_BYTES = 512 * 1024
@@ -24,7 +23,7 @@ ROUND_LINE_PREFIX = "[ringweave] round "
 EVENT_LINE_PREFIX = "[ringweave] event "
 """Prefix of the line by which an agent hands an event on: what reads a Pod's log sees its event log too."""
 LOG_KEY = "log"
-LOG_LABEL = f"{names.API_GROUP}/log"
+LOG_LABEL = f"{objects.API_GROUP}/log"
 
 
 def has_log(pod: Mapping[str, Any]) -> bool:
@@ -35,11 +34,6 @@ def has_log(pod: Mapping[str, Any]) -> bool:
 def log_parameters(**params: str) -> dict[str, str]:
     """Return the parameters of a log request for the worker container, whatever other containers there are."""
     return {"container": WORKER_CONTAINER, **params}
-
-
-def is_no_log_error(error: ApiError) -> bool:
-    """Return whether the API server has no log, since nothing ran, or nothing is left of it."""
-    return error.is_not_found or (error.status == 400 and "waiting to start" in error.message)
 
 
 @dataclass(slots=True)
@@ -109,7 +103,7 @@ def _last_lines(path: Path, most_bytes: int) -> list[str]:
 def log_config_map(owner: JobOwner, pod: Mapping[str, Any], lines: Iterable[str]) -> Object:
     """Return the ConfigMap that archives the log of a Pod."""
     labels = pod["metadata"]["labels"]
-    of_attempt = {key: labels[key] for key in (names.NODE_LABEL, names.ATTEMPT_LABEL)}
+    of_attempt = {key: labels[key] for key in (objects.NODE_LABEL, objects.ATTEMPT_LABEL)}
     text = "\n".join(lines).replace("\0", "")
     kept = text.encode()[-MAX_LOG_BYTES:].decode("utf-8", "ignore")
     metadata = owner.metadata(f"{pod['metadata']['name']}-log", **{LOG_LABEL: "true"}, **of_attempt)

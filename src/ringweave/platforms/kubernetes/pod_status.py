@@ -19,7 +19,7 @@ from ringweave.jobs.records import (
 )
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent_channel import AgentStatus, RendezvousResult
-from ringweave.platforms.kubernetes import names, objects
+from ringweave.platforms.kubernetes import objects
 from ringweave.platforms.kubernetes.objects import WORKER_CONTAINER
 
 Pod = Mapping[str, Any]
@@ -43,7 +43,7 @@ def unresponsive_machine(pod: Pod, now: float) -> UnresponsiveMachine | None:
 def _unresponsive_signs(pod: Pod, now: float) -> Iterator[str]:
     metadata, status = pod["metadata"], pod.get("status", {})
     until = metadata.get("deletionTimestamp")  # with its grace
-    if until is not None and not metadata.get("finalizers") and now >= names.parse_time(until) + UNRESPONSIVE_AFTER_S:
+    if until is not None and not metadata.get("finalizers") and now >= objects.parse_time(until) + UNRESPONSIVE_AFTER_S:
         yield f"its Pod was to end by {until}, and has not ended"
     if status.get("reason") == "NodeLost" or status.get("phase") == "Unknown":
         yield f"its Pod is {status.get('reason') or 'Unknown'}"
@@ -54,7 +54,7 @@ def _unresponsive_signs(pod: Pod, now: float) -> Iterator[str]:
 def _was_marked_unready(status: Mapping[str, Any], now: float) -> bool:
     """Return whether the Pod has all it needs and is not ready: the control plane marks Pods of lost machines so."""
     conditions = {item["type"]: item for item in status.get("conditions") or ()}
-    ready, at_gate = conditions.get("Ready", {}), conditions.get(names.BARRIER_CONDITION, {})
+    ready, at_gate = conditions.get("Ready", {}), conditions.get(objects.BARRIER_CONDITION, {})
     if ready.get("status") == "Unknown":
         return True
     others = (conditions.get("ContainersReady", {}), at_gate)
@@ -65,7 +65,7 @@ def _was_marked_unready(status: Mapping[str, Any], now: float) -> bool:
         or not (since and reported)
     ):
         return False
-    return names.parse_time(reported) <= names.parse_time(since) <= now - UNRESPONSIVE_AFTER_S
+    return objects.parse_time(reported) <= objects.parse_time(since) <= now - UNRESPONSIVE_AFTER_S
 
 
 AttemptKey = tuple[int, int]
@@ -109,14 +109,14 @@ def attempt_key(pod: Pod) -> AttemptKey | None:
     """Return node and attempt of a Pod, by its labels."""
     labels = pod["metadata"].get("labels", {})
     try:
-        return int(labels[names.NODE_LABEL]), int(labels[names.ATTEMPT_LABEL])
+        return int(labels[objects.NODE_LABEL]), int(labels[objects.ATTEMPT_LABEL])
     except (KeyError, ValueError):
         return None
 
 
 def requested_round(pod: Pod) -> int:
     """Return the round that the Pod has to join; the first if the annotation is invalid."""
-    text = pod["metadata"].get("annotations", {}).get(names.ROUND_ANNOTATION, "1")
+    text = pod["metadata"].get("annotations", {}).get(objects.ROUND_ANNOTATION, "1")
     return int(text) if text.isdecimal() else 1
 
 
@@ -127,7 +127,7 @@ def agent_status(pod: Pod) -> AgentStatus | None:
     """
     conditions = pod.get("status", {}).get("conditions") or ()
     in_condition = _parse_first_status(
-        item.get("message", "") for item in conditions if item["type"] == names.BARRIER_CONDITION
+        item.get("message", "") for item in conditions if item["type"] == objects.BARRIER_CONDITION
     )
     ended = container_state(pod).get("terminated")
     if in_condition is not None and (ended is None or not in_condition.phase.is_alive):
@@ -159,7 +159,7 @@ def observed_group(pod: Pod, now: float) -> ObservedGroup:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         group = _invalid_pod_group(pod, error)
     is_to_go = "deletionTimestamp" in pod["metadata"]
-    was_stopped = names.STOPPED_ANNOTATION in pod["metadata"].get("annotations", {})
+    was_stopped = objects.STOPPED_ANNOTATION in pod["metadata"].get("annotations", {})
     is_terminating = is_to_go or (was_stopped and group.phase.is_alive)
     is_held = group.phase.is_alive or is_terminating
     return replace(
@@ -207,7 +207,7 @@ def _ended_group(pod: Pod, now: float) -> ObservedGroup:
     exit_code = ended.get("exitCode")
     base = ObservedGroup(node=0, attempt=0, round=round_, phase=GroupPhase.FAILED, exit_code=exit_code, ended_s=ended_s)
     base = replace(base, **_progress_fields(agent_report))
-    if names.STOPPED_ANNOTATION in pod["metadata"].get("annotations", {}):
+    if objects.STOPPED_ANNOTATION in pod["metadata"].get("annotations", {}):
         return replace(base, phase=GroupPhase.STOPPED, text="it was told to stop")
     if status["phase"] == "Succeeded" or (exit_code == 0 and not status.get("reason")):
         return replace(base, phase=GroupPhase.SUCCEEDED)
@@ -232,7 +232,7 @@ def _end_time_s(ended: Mapping[str, Any], now: float) -> float | None:
     """Return the end time, somewhere in the second that the API server names; None if the kubelet does not know it."""
     if not ended.get("finishedAt"):  # null if the kubelet found the container gone
         return None
-    second_s = names.parse_time(ended["finishedAt"])
+    second_s = objects.parse_time(ended["finishedAt"])
     return now if second_s <= now < second_s + 1 else second_s + 0.5
 
 

@@ -1,4 +1,7 @@
-"""Reconciler of TrainingJobs and its work queue. Level-triggered: a pass can run at any time, and again."""
+"""Admission of TrainingJobs, their reconciler and its work queue.
+
+The reconciler is level-triggered: a pass can run at any time, and again.
+"""
 
 import asyncio
 import heapq
@@ -7,18 +10,114 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from ringweave.errors import LaunchError
-from ringweave.jobs import records
-from ringweave.jobs.admission import DENY_TTL_S
+from ringweave.errors import JobError, LaunchError, RingweaveError, explain
+from ringweave.jobs import admission, records
+from ringweave.jobs import request as jobs_request
+from ringweave.jobs.admission import DENY_TTL_S, Permission, PermissionCache
 from ringweave.jobs.advance import should_run
 from ringweave.jobs.reconcile import reconcile
+from ringweave.jobs.records import Job
 from ringweave.launcher.restarts import backoff_s
-from ringweave.platforms.kubernetes import api_client, job_objects, job_resource, names
-from ringweave.platforms.kubernetes import objects as kubernetes_objects
-from ringweave.platforms.kubernetes.action_executor import ActionExecutor, ObjectsRefusedError
+from ringweave.platforms.kubernetes import action_executor, api_client, job_resource, objects
+from ringweave.platforms.kubernetes.action_executor import ActionExecutor, JobKey, ObjectsRefusedError, ObservedJob
 from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
-from ringweave.platforms.kubernetes.job_admission import AdmissionRefusedError, JobAdmission
-from ringweave.platforms.kubernetes.job_objects import JobKey, ObservedJob
+from ringweave.platforms.kubernetes.objects import JobOwner, PodSettings
+
+
+class AdmissionRefusedError(RingweaveError):
+    """Job that is not admitted; `code` is the condition's reason."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class JobAdmission:
+    """Admission of jobs, with cached permissions for each namespace and set of groups."""
+
+    def __init__(self, client: KubernetesClient, settings: PodSettings, clock: Callable[[], float]) -> None:
+        """`clock` returns seconds since 1970."""
+        self._client, self._settings, self._clock = client, settings, clock
+        self._caches: dict[tuple[str, tuple[str, ...]], PermissionCache] = {}
+        self._lock = asyncio.Lock()
+
+    async def admit(self, resource: Object) -> Job:
+        """Return the admitted job of the resource.
+
+        Raises:
+            AdmissionRefusedError: The job may not run; the text has the reason and a hint.
+            LaunchError: The API server does not answer now.
+        """
+        requester = job_resource.requester_of(resource)
+        if not requester:
+            raise AdmissionRefusedError("RequesterUnknown", _NO_REQUESTER)
+        try:
+            request = job_resource.request_from_resource(resource)
+            most = max(request.split.counts or (0,))
+            if request.mode in jobs_request.SERVER_MODES and most > objects.MAX_SERVER_WORKERS_PER_NODE:
+                raise AdmissionRefusedError("TooManyWorkersForServer", _too_many_for_server(request.mode, most))
+            if request.elastic is not None and most > objects.MAX_ELASTIC_WORKERS_PER_NODE:
+                raise AdmissionRefusedError("TooManyWorkersForElastic", _too_many_on_node(most))
+            loop = asyncio.get_running_loop()
+            async with self._lock:  # one question at a time, and none twice
+                job = await asyncio.to_thread(
+                    admission.admit_job,
+                    request,
+                    requester=requester,
+                    existing=(),  # the API server has reserved the name already
+                    permissions=self._permission_cache(resource, loop),
+                    now=self._clock(),
+                )
+            if request.image is None and self._settings.image is None:
+                raise AdmissionRefusedError("NoImage", _NO_IMAGE)
+            objects.config_map(job, JobOwner.from_resource(resource), resource["spec"].get("source"))
+        except JobError as error:
+            raise AdmissionRefusedError(_refusal_code(error), str(error)) from error
+        return job
+
+    def _permission_cache(self, resource: Object, loop: asyncio.AbstractEventLoop) -> PermissionCache:
+        namespace, groups = resource["metadata"]["namespace"], job_resource.groups_of(resource)
+
+        def authorise(requester: str, verb: str) -> Permission:
+            asked = api_client.fetch_permission(self._client, namespace, verb, user=requester, groups=groups)
+            return asyncio.run_coroutine_threadsafe(asked, loop).result()
+
+        if (namespace, groups) not in self._caches:
+            self._caches[namespace, groups] = PermissionCache(authorise)
+        return self._caches[namespace, groups]
+
+
+def _too_many_for_server(mode: str, num_workers: int) -> str:
+    most = objects.MAX_SERVER_WORKERS_PER_NODE
+    expected = f"at most {most} with mode {mode}, whose credentials one Secret holds"
+    do = "Share them out over more nodes, or use mode balanced"
+    return explain("workers of a node", got=num_workers, expected=expected, do=do)
+
+
+def _too_many_on_node(num_workers: int) -> str:
+    expected = (
+        f"at most {objects.MAX_ELASTIC_WORKERS_PER_NODE} in an elastic job, whose spare credentials one Secret holds"
+    )
+    do = "Share them out over more nodes, or leave elastic out"
+    return explain("workers of a node", got=num_workers, expected=expected, do=do)
+
+
+def _refusal_code(error: JobError) -> str:
+    text = str(error)
+    if text.startswith(f"{api_client.SUBMIT_VERB} by "):
+        return "Forbidden"
+    return "ConfigTooLarge" if text.startswith("bytes of the ConfigMap") else "Invalid"
+
+
+_NO_REQUESTER = (
+    "requester: none, expected the user who made the job. Submit it with ringweave submit --on kubernetes, write "
+    "spec.requester.username as printed by kubectl auth whoami, or let the admission policies of deploy/ set it."
+)
+_NO_IMAGE = (
+    "image: none, expected a container image with Python and ringweave. Write spec.image, or start the operator "
+    "with --image."
+)
+
 
 ObservationListener = Callable[[ObservedJob], None]
 
@@ -66,13 +165,13 @@ class TrainingJobReconciler:
         Raises:
             ApiError: The API server refused something; the next pass finds what is left.
         """
-        resource = await job_objects.fetch_training_job(self._client, key)
+        resource = await self._client.find(api_client.TRAINING_JOBS, *key)
         if resource is None:
             self._on_gone(key)
         if resource is None or not job_resource.is_managed_here(resource):
             return ReconcileResult()
         is_deleting = "deletionTimestamp" in resource["metadata"]
-        if names.FINALIZER not in resource["metadata"].get("finalizers", ()):
+        if objects.FINALIZER not in resource["metadata"].get("finalizers", ()):
             if is_deleting:
                 return ReconcileResult()
             await self._add_finalizer(resource)
@@ -90,7 +189,7 @@ class TrainingJobReconciler:
         body = {
             "metadata": {
                 "resourceVersion": metadata["resourceVersion"],
-                "finalizers": [*metadata.get("finalizers", ()), names.FINALIZER],
+                "finalizers": [*metadata.get("finalizers", ()), objects.FINALIZER],
             }
         }
         await self._client.patch(api_client.TRAINING_JOBS, metadata["namespace"], metadata["name"], body)
@@ -117,12 +216,10 @@ class TrainingJobReconciler:
         job = job_resource.job_from_resource(resource)
         assert job is not None
         runs = should_run(job, job.record)
-        objects = await job_objects.fetch_job_objects(
-            self._client, kubernetes_objects.JobOwner.from_resource(resource), runs=runs
-        )
-        observed = ObservedJob(resource=resource, job=job, objects=objects)
+        found = await action_executor.fetch_job_objects(self._client, JobOwner.from_resource(resource), runs=runs)
+        observed = ObservedJob(resource=resource, job=job, objects=found)
         now = self._clock()
-        wanted = reconcile(job, objects.to_observed_state(now), now)
+        wanted = reconcile(job, found.to_observed_state(now), now)
         self._listener(observed)
         requeue_at_s = min((action.at_s for action in wanted if isinstance(action, records.RequeueAt)), default=None)
         todo = [action for action in wanted if not isinstance(action, records.RequeueAt)]

@@ -7,7 +7,7 @@ from ruamel.yaml import YAML
 
 from ringweave.jobs.records import EndCause, GroupPhase, PendingCause
 from ringweave.platforms.agent.agent_channel import STATUS_JSON, AgentStatus
-from ringweave.platforms.kubernetes import names, pod_status
+from ringweave.platforms.kubernetes import objects, pod_status
 from ringweave.platforms.kubernetes.objects import WORKER_CONTAINER
 
 NOW = 1_800_000_000.0
@@ -23,11 +23,11 @@ def a_pod(
     **metadata: Any,
 ) -> dict[str, Any]:
     conditions = (
-        [{"type": names.BARRIER_CONDITION, "status": "True", "message": STATUS_JSON.dump(report)}] if report else []
+        [{"type": objects.BARRIER_CONDITION, "status": "True", "message": STATUS_JSON.dump(report)}] if report else []
     )
     state = {"terminated": ended} if ended is not None else {"running": {}}
-    annotations = {names.ROUND_ANNOTATION: str(round_), **metadata.pop("annotations", {})}
-    labels = {names.NODE_LABEL: "1", names.ATTEMPT_LABEL: "2"}
+    annotations = {objects.ROUND_ANNOTATION: str(round_), **metadata.pop("annotations", {})}
+    labels = {objects.NODE_LABEL: "1", objects.ATTEMPT_LABEL: "2"}
     return {
         "metadata": {"name": "text-1-2", "labels": labels, "annotations": annotations, **metadata},
         "status": {
@@ -138,7 +138,7 @@ def test_a_pod_that_is_lost_with_its_node() -> None:
 
 
 def test_one_that_was_told_to_stop_is_leaving_until_it_has_ended() -> None:
-    stopped = {names.STOPPED_ANNOTATION: "true"}
+    stopped = {objects.STOPPED_ANNOTATION: "true"}
     assert pod_status.observed_group(a_pod(report=said(GroupPhase.RUNNING), annotations=stopped), NOW).is_terminating
     ended = {"exitCode": 143, "reason": "Error"}
     group = pod_status.observed_group(a_pod("Failed", ended=ended, annotations=stopped), NOW)
@@ -204,7 +204,7 @@ def test_a_pod_that_nobody_understands_is_the_places_failure_and_no_error(odd: d
 
 
 def test_a_round_that_is_no_number_is_the_first_so_that_it_is_written_anew() -> None:
-    assert pod_status.requested_round(a_pod(annotations={names.ROUND_ANNOTATION: "three"})) == 1
+    assert pod_status.requested_round(a_pod(annotations={objects.ROUND_ANNOTATION: "three"})) == 1
 
 
 PROXY = {"name": "istio-proxy", "state": {"running": {"startedAt": "2027-01-15T07:00:00Z"}}}
@@ -237,7 +237,7 @@ def test_what_has_to_run_before_the_workers_may_lack_something() -> None:
 
 def test_pods_without_our_labels_are_not_ours() -> None:
     pod = a_pod()
-    del pod["metadata"]["labels"][names.NODE_LABEL]
+    del pod["metadata"]["labels"][objects.NODE_LABEL]
     assert pod_status.pods_by_attempt([pod, a_pod()]).keys() == {(1, 2)}
 
 

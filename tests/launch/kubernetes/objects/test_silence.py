@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from ringweave.platforms.kubernetes import names, pod_status
+from ringweave.platforms.kubernetes import objects, pod_status
 
 NOW = 1_800_000_000.0
-LONG_AGO, JUST_NOW = names.format_time(NOW - 31), names.format_time(NOW - 29)
+LONG_AGO, JUST_NOW = objects.format_time(NOW - 31), objects.format_time(NOW - 29)
 
 
 def a_pod(*conditions: dict[str, Any], machine: str | None = "gpu-7", metadata: Any = None, **status: Any) -> dict:
@@ -18,11 +18,11 @@ def a_pod(*conditions: dict[str, Any], machine: str | None = "gpu-7", metadata: 
     }
 
 
-def condition(kind: str, status: str, since: str = names.format_time(NOW - 600)) -> dict[str, Any]:
+def condition(kind: str, status: str, since: str = objects.format_time(NOW - 600)) -> dict[str, Any]:
     return {"type": kind, "status": status, "lastTransitionTime": since}
 
 
-WELL = (condition("ContainersReady", "True"), condition(names.BARRIER_CONDITION, "True"))
+WELL = (condition("ContainersReady", "True"), condition(objects.BARRIER_CONDITION, "True"))
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ def test_what_shows_that_a_machine_does_not_answer(pod: dict[str, Any], text: st
         a_pod(metadata={"deletionTimestamp": LONG_AGO, "finalizers": ["example.org/keeps-it"]}),
         a_pod(metadata={"deletionTimestamp": LONG_AGO}, machine=None),
         a_pod(condition("Ready", "False", JUST_NOW), *WELL),
-        a_pod(condition("Ready", "False", LONG_AGO), WELL[0], condition(names.BARRIER_CONDITION, "False")),
+        a_pod(condition("Ready", "False", LONG_AGO), WELL[0], condition(objects.BARRIER_CONDITION, "False")),
         a_pod(condition("Ready", "False", LONG_AGO), condition("ContainersReady", "False"), WELL[1]),
-        a_pod(condition("Ready", "False", LONG_AGO), WELL[0], condition(names.BARRIER_CONDITION, "True", JUST_NOW)),
+        a_pod(condition("Ready", "False", LONG_AGO), WELL[0], condition(objects.BARRIER_CONDITION, "True", JUST_NOW)),
         a_pod({"type": "Ready", "status": "False", "lastTransitionTime": None}, *WELL),
     ],
 )

@@ -13,12 +13,10 @@ from ringweave.jobs.records import GroupPhase
 from ringweave.launcher.workers import HostPort
 from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.agent_channel import AgentStatus
-from ringweave.platforms.kubernetes import action_executor, api_client, job_resource, names, objects
-from ringweave.platforms.kubernetes.action_executor import ActionExecutor
+from ringweave.platforms.kubernetes import action_executor, api_client, job_resource, objects
+from ringweave.platforms.kubernetes.action_executor import ActionExecutor, ObservedJob
 from ringweave.platforms.kubernetes.agent_gateway import barrier_condition
-from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
-from ringweave.platforms.kubernetes.api_errors import ApiError
-from ringweave.platforms.kubernetes.job_objects import ObservedJob
+from ringweave.platforms.kubernetes.api_client import ApiError, KubernetesClient, Object
 from ringweave.platforms.kubernetes.objects import JobOwner, PodSettings
 from ringweave.platforms.kubernetes.pod_status import JobObjects
 from tests.launch.kubernetes.operating.worlds import World, play, run_all
@@ -36,7 +34,7 @@ SPEC: dict[str, Any] = {
 
 async def a_job(client: KubernetesClient, name: str) -> Object:
     """Held by the operator."""
-    body = {"metadata": {"name": name, "finalizers": [names.FINALIZER]}, "spec": SPEC}
+    body = {"metadata": {"name": name, "finalizers": [objects.FINALIZER]}, "spec": SPEC}
     return await client.create(api_client.TRAINING_JOBS, "default", body)
 
 
@@ -47,7 +45,7 @@ async def make_beside(client: KubernetesClient, owner: JobOwner) -> None:
 
 
 async def left(client: KubernetesClient, name: str) -> list[str]:
-    selector = f"{names.JOB_LABEL}={name}"
+    selector = f"{objects.JOB_LABEL}={name}"
     lists = [await client.list(kind, "default", labelSelector=selector) for kind in OF_JOB]
     return [item["metadata"]["uid"] for items in lists for item in items]
 
@@ -69,7 +67,7 @@ def test_a_job_that_is_deleted_before_its_config_map_is_there_leaves_nothing(kub
 
 
 def secret_and_service(name: str) -> tuple[tuple[api_client.ResourceKind, str], ...]:
-    return (api_client.SECRETS, names.config_name(name)), (api_client.SERVICES, names.service_name(name))
+    return (api_client.SECRETS, objects.config_name(name)), (api_client.SERVICES, objects.service_name(name))
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -90,7 +88,7 @@ def test_a_secret_or_service_that_somebody_removes_is_made_again(kubeconfig: Pat
         await world.settle()
         assert await left(world.client, name) == []
         with pytest.raises(ApiError, match="not found"):
-            await world.client.get(api_client.CONFIG_MAPS, "default", names.config_name(name))
+            await world.client.get(api_client.CONFIG_MAPS, "default", objects.config_name(name))
 
     play(kubeconfig, name, test)
 
@@ -103,8 +101,8 @@ def test_what_is_not_the_jobs_stays(kubeconfig: Path) -> None:
             await make_beside(client, JobOwner.from_resource(other))
             await ActionExecutor(client, PodSettings(), time.time).forget_job(job)
             assert len(await left(client, "namesake")) == 2
-            await client.delete(api_client.SECRETS, "default", names.config_name("namesake"))
-            await client.delete(api_client.SERVICES, "default", names.service_name("namesake"))
+            await client.delete(api_client.SECRETS, "default", objects.config_name("namesake"))
+            await client.delete(api_client.SERVICES, "default", objects.service_name("namesake"))
 
     asyncio.run(run())
 
@@ -115,13 +113,13 @@ ELASTIC: dict[str, Any] = {**SPEC, "nodes": [NODE, {**NODE, "name": "n1"}], "cpu
 def test_the_secrets_of_an_elastic_job_go_with_it(kubeconfig: Path) -> None:
     async def run() -> None:
         async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
-            body = {"metadata": {"name": "spared", "finalizers": [names.FINALIZER]}, "spec": ELASTIC}
+            body = {"metadata": {"name": "spared", "finalizers": [objects.FINALIZER]}, "spec": ELASTIC}
             job = await client.create(api_client.TRAINING_JOBS, "default", body)
             owner = JobOwner.from_resource(job)
             await make_beside(client, owner)
             for node in range(2):
                 body = objects.credential_secret(
-                    owner, names.credential_pool_name("spared", node), (1, 1), {"worker-0.0": "text"}
+                    owner, objects.credential_pool_name("spared", node), (1, 1), {"worker-0.0": "text"}
                 )
                 await client.create(api_client.SECRETS, "default", body)
             assert len(await left(client, "spared")) == 4
@@ -143,10 +141,10 @@ def looked(*phases: GroupPhase) -> ObservedJob:
     pods = {}
     for node, phase in enumerate(phases):
         offers = {"master_address": HostPort(host=f"10.0.0.{node}", port=1)} if phase is GroupPhase.READY else {}
-        coordinator = HostPort(host=names.pod_dns_name("text", node, "default"), port=2) if offers else None
+        coordinator = HostPort(host=objects.pod_dns_name("text", node, "default"), port=2) if offers else None
         report = AgentStatus(round=1, phase=phase, pid=1, coordinator=coordinator, **offers)
         pods[node, 1] = {
-            "metadata": {"annotations": {names.ROUND_ANNOTATION: "1"}},
+            "metadata": {"annotations": {objects.ROUND_ANNOTATION: "1"}},
             "status": {"podIP": f"10.0.0.{node}", "conditions": [barrier_condition(report, 0.0)]},
         }
     return ObservedJob(resource=resource, job=job, objects=JobObjects(config=None, pods=pods))
@@ -175,7 +173,7 @@ def test_a_finalizer_that_somebody_else_has_added_since_the_look_stays(kubeconfi
     async def run() -> None:
         async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
             look = await a_job(client, "audited")
-            both = {"metadata": {"finalizers": [names.FINALIZER, "example.org/audit"]}}
+            both = {"metadata": {"finalizers": [objects.FINALIZER, "example.org/audit"]}}
             await client.patch(api_client.TRAINING_JOBS, "default", "audited", both)
             await ActionExecutor(client, PodSettings(), time.time).forget_job(look)
             found = await client.get(api_client.TRAINING_JOBS, "default", "audited")

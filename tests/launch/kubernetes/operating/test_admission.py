@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from ringweave.platforms.agent.agent_channel import NUM_INCARNATIONS, NUM_SERVER_INCARNATIONS
-from ringweave.platforms.kubernetes.job_admission import AdmissionRefusedError, JobAdmission
 from ringweave.platforms.kubernetes.objects import (
     MAX_ELASTIC_WORKERS_PER_NODE,
     MAX_SERVER_WORKERS_PER_NODE,
     PodSettings,
 )
+from ringweave.platforms.kubernetes.reconciler import AdmissionRefusedError, JobAdmission
 from ringweave.rpc import CertificateAuthority
 
 

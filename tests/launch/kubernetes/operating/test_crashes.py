@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from ringweave.jobs.records import EndCause, GroupPhase
-from ringweave.platforms.kubernetes import api_client, names, pod_status
-from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
-from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes import api_client, objects, pod_status
+from ringweave.platforms.kubernetes.api_client import ApiError, KubernetesClient, Object
 from ringweave.testing import ranks
 from tests import effort
 from tests.fakes.kubernetes.crashing_operator import run_crashing_operator
@@ -204,7 +203,7 @@ class Run:
             assert killed <= 1
             self.outcome = outcome_of(await last)
             self.was_killed = bool(killed)
-            selector = f"{names.JOB_LABEL}={self.name}"
+            selector = f"{objects.JOB_LABEL}={self.name}"
             of_job = (api_client.PODS, api_client.CONFIG_MAPS, api_client.SECRETS, api_client.SERVICES)
             self.left = [item for kind in of_job for item in await client.list(kind, "default", labelSelector=selector)]
             return world.kubelet

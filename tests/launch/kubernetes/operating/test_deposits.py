@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 
 from ringweave.jobs import records
-from ringweave.platforms.kubernetes import api_client, job_resource, names, pod_logs
+from ringweave.platforms.kubernetes import api_client, job_resource, objects, pod_logs
 from ringweave.platforms.kubernetes.agent_gateway import (
     CredentialStore,
     RoundPassedError,
     Uploader,
     UploadRejectedError,
 )
-from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
-from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes.api_client import ApiError, KubernetesClient, Object
 from ringweave.platforms.kubernetes.objects import JobOwner
 
 SPEC: dict[str, Any] = {
@@ -51,8 +50,11 @@ class Scene:
         return [each["data"][pod_logs.LOG_KEY] for each in found]
 
     async def add_pod(self, **annotations: str) -> None:
-        labels = {names.NODE_LABEL: "0", names.ATTEMPT_LABEL: "1"}
-        metadata = {**self.owner.metadata(names.pod_name(self.owner.name, 0, 1), **labels), "annotations": annotations}
+        labels = {objects.NODE_LABEL: "0", objects.ATTEMPT_LABEL: "1"}
+        metadata = {
+            **self.owner.metadata(objects.pod_name(self.owner.name, 0, 1), **labels),
+            "annotations": annotations,
+        }
         spec = {"containers": [{"name": "workers", "image": "a"}]}
         await self.client.create(api_client.PODS, "default", {"metadata": metadata, "spec": spec})
 
@@ -65,7 +67,7 @@ def play(kubeconfig: Path, name: str, act: Callable[[Scene], Awaitable[None]], *
 
     async def run() -> None:
         async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
-            metadata = {"name": name, "finalizers": [names.FINALIZER]}
+            metadata = {"name": name, "finalizers": [objects.FINALIZER]}
             made = await client.create(api_client.TRAINING_JOBS, "default", {"metadata": metadata, "spec": SPEC | spec})
             scene = Scene(client, await admitted(client, made))
             try:
@@ -168,7 +170,7 @@ def test_two_agents_that_take_at_once_get_different_ones(kubeconfig: Path) -> No
 def test_somebody_elses_secret_stays(kubeconfig: Path) -> None:
     async def act(scene: Scene) -> None:
         body = {
-            "metadata": {"name": names.credential_pool_name(scene.owner.name, 0), "namespace": "default"},
+            "metadata": {"name": objects.credential_pool_name(scene.owner.name, 0), "namespace": "default"},
             "stringData": {"a": "b"},
         }
         made = await scene.client.create(api_client.SECRETS, "default", body)
@@ -192,7 +194,7 @@ def test_the_log_of_a_pod_that_somebody_removes_is_kept_once(kubeconfig: Path) -
 
 def test_the_log_of_a_pod_that_was_stopped_and_stays_is_the_kubelets(kubeconfig: Path) -> None:
     async def act(scene: Scene) -> None:
-        await scene.add_pod(**{names.STOPPED_ANNOTATION: "true"})
+        await scene.add_pod(**{objects.STOPPED_ANNOTATION: "true"})
         await scene.deposits.archive_log(scene.by(), "[0] loss 1")
         assert await scene.logs() == []
 

@@ -21,12 +21,12 @@ from ringweave.platforms.agent.agent_channel import (
     RoundOverError,
 )
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
-from ringweave.platforms.kubernetes import api_client, names, objects, pod_status
+from ringweave.platforms.kubernetes import api_client, objects, pod_status
+from ringweave.platforms.kubernetes.action_executor import ObservedJob
 from ringweave.platforms.kubernetes.agent_gateway import TOKEN_REREAD_INTERVAL_S, AgentGateway
 from ringweave.platforms.kubernetes.agent_main import GatewayChannel
 from ringweave.platforms.kubernetes.agent_main import GatewayClient as Address
 from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
-from ringweave.platforms.kubernetes.job_objects import ObservedJob
 from ringweave.platforms.kubernetes.objects import JobOwner
 from ringweave.platforms.kubernetes.pod_status import JobObjects
 from ringweave.rpc import CertificateAuthority
@@ -57,8 +57,8 @@ class Office:
         resource = {"metadata": {"name": self.name, "namespace": "default", "uid": UID}}
         self.owner = JobOwner.from_resource(resource)
         await self.client.create(api_client.SECRETS, "default", objects.token_secret(self.owner))
-        labels = {names.NODE_LABEL: "0", names.ATTEMPT_LABEL: "1"}
-        metadata = self.owner.metadata(names.pod_name(self.name, 0, 1), **labels)
+        labels = {objects.NODE_LABEL: "0", objects.ATTEMPT_LABEL: "1"}
+        metadata = self.owner.metadata(objects.pod_name(self.name, 0, 1), **labels)
         spec = {"containers": [{"name": "workers", "image": "a"}]}
         await self.client.create(api_client.PODS, "default", {"metadata": metadata, "spec": spec})
 
@@ -78,14 +78,14 @@ class Office:
         self._loop.close()
 
     def token(self) -> str:
-        found = self.run(self.client.get(api_client.SECRETS, "default", names.config_name(self.name)))
+        found = self.run(self.client.get(api_client.SECRETS, "default", objects.config_name(self.name)))
         return b64decode(found["data"][objects.TOKEN_KEY]).decode()
 
     def pod(self) -> Object:
-        return self.run(self.client.get(api_client.PODS, "default", names.pod_name(self.name, 0, 1)))
+        return self.run(self.client.get(api_client.PODS, "default", objects.pod_name(self.name, 0, 1)))
 
     def make_secret_anew(self) -> None:
-        self.run(self.client.delete(api_client.SECRETS, "default", names.config_name(self.name)))
+        self.run(self.client.delete(api_client.SECRETS, "default", objects.config_name(self.name)))
         self.run(self.client.create(api_client.SECRETS, "default", objects.token_secret(self.owner)))
 
     def address(self) -> Address:
@@ -102,7 +102,7 @@ class Office:
         has_config: bool = True,
     ) -> None:
         pod = self.pod()
-        pod["metadata"]["annotations"] = {names.ROUND_ANNOTATION: str(round_)}
+        pod["metadata"]["annotations"] = {objects.ROUND_ANNOTATION: str(round_)}
         data = {objects.RENDEZVOUS_KEY: RENDEZVOUS_JSON.dump(opening)} if opening else {}
         seen = JobObjects(config={"data": data} if has_config else None, pods={(0, 1): pod} if is_there else {})
         resource = {"metadata": {"name": self.name, "namespace": "default", "uid": UID}}
@@ -136,7 +136,7 @@ def test_orders_reach_the_agent_and_its_reports_the_pod(office: Office, tmp_path
     post.report_status(ready)
     wait_until(lambda: pod_status.agent_status(office.pod()) == ready)
     conditions = {item["type"]: item["status"] for item in office.pod()["status"]["conditions"]}
-    assert conditions == {names.BARRIER_CONDITION: "True"}
+    assert conditions == {objects.BARRIER_CONDITION: "True"}
     opening = RendezvousResult(round=1, master_address=HostPort(host="10.0.0.1", port=5))
     office.note(opening=opening)
     wait_until(lambda: post.desired_state().rendezvous == opening)
@@ -197,7 +197,7 @@ def test_a_token_that_is_not_the_known_one_is_looked_up_but_not_all_the_time(off
     assert after.request("PUT", "status", "{}")[0] == 400
     assert before.request("PUT", "status", "{}")[0] == 403
     office.now_s += TOKEN_REREAD_INTERVAL_S
-    office.run(office.client.delete(api_client.SECRETS, "default", names.config_name(office.name)))
+    office.run(office.client.delete(api_client.SECRETS, "default", objects.config_name(office.name)))
     assert before.request("PUT", "status", "{}")[0] == 403
     assert after.request("PUT", "status", "{}")[0] == 400, "what cannot be read changes nothing"
 
@@ -230,7 +230,7 @@ def test_a_pod_that_still_starts_a_round_when_the_next_ones_credentials_come_is_
     address = office.address()
     wait_until(lambda: address.request("PUT", "status", "{}")[0] == 400)
     body = objects.credential_secret(
-        office.owner, names.credential_pool_name(office.name, 0), (2, 1), {"worker-0.0": "zero"}
+        office.owner, objects.credential_pool_name(office.name, 0), (2, 1), {"worker-0.0": "zero"}
     )
     office.run(office.client.create(api_client.SECRETS, "default", body))
     with pytest.raises(RoundOverError, match=rf"'410 round 1 of job {office.name} is over: round 2 has begun'"):
@@ -243,7 +243,7 @@ def test_spare_credentials_are_taken_from_a_nodes_secret_until_none_is_left(offi
     wait_until(lambda: address.request("PUT", "credentials/1/0", "{}")[0] == 409)
     assert address.request("PUT", "credentials/1/0", "[]")[0] == 400
     issued = {f"worker-0.{life}": authority.issue("worker", f"0.{life}").to_text() for life in range(2)}
-    body = objects.credential_secret(office.owner, names.credential_pool_name(office.name, 0), (1, 1), issued)
+    body = objects.credential_secret(office.owner, objects.credential_pool_name(office.name, 0), (1, 1), issued)
     office.run(office.client.create(api_client.SECRETS, "default", body))
     # Each is another agent's: what one has taken none gets again.
     taken = [office.channel().take_credentials(1, "worker-0").identity.name for _ in range(2)]

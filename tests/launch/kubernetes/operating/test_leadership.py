@@ -10,7 +10,7 @@ import pytest
 from ringweave.errors import NotLeaderError
 from ringweave.param_server.leadership import LeadershipRecord
 from ringweave.param_server.leadership_log import LeadershipLog
-from ringweave.platforms.kubernetes import api_client, names
+from ringweave.platforms.kubernetes import api_client, objects
 from ringweave.platforms.kubernetes.agent_main import GatewayLeadershipLog
 from tests.launch.kubernetes.operating.test_desk import Office
 
@@ -22,7 +22,7 @@ PAIR = replace(FIRST, number=1, members=(0, 1))
 def office(kubeconfig: Path, request: pytest.FixtureRequest) -> Iterator[Office]:
     with Office(kubeconfig, "leads" + str(abs(hash(request.node.name)))[:8]) as office:
         office.note()
-        body = {"metadata": office.owner.metadata(names.config_name(office.name)), "data": {}}
+        body = {"metadata": office.owner.metadata(objects.config_name(office.name)), "data": {}}
         office.run(office.client.create(api_client.CONFIG_MAPS, "default", body))
         yield office
 
@@ -70,7 +70,7 @@ def test_of_many_at_the_same_time_one_is_appended(office: Office) -> None:
 
 def test_without_the_config_or_the_gateway_there_is_no_log(office: Office) -> None:
     own = log(office)
-    office.run(office.client.delete(api_client.CONFIG_MAPS, "default", names.config_name(office.name)))
+    office.run(office.client.delete(api_client.CONFIG_MAPS, "default", objects.config_name(office.name)))
     expected = r"^leadership log: .*it has no config.*, expected an answer of the agent gateway\. Nothing: it is asked"
     with pytest.raises(NotLeaderError, match=expected):
         own.latest()

@@ -8,9 +8,8 @@ import pytest
 
 from ringweave.errors import LaunchError
 from ringweave.platforms.kubernetes import api_client
-from ringweave.platforms.kubernetes.api_client import KubernetesClient
-from ringweave.platforms.kubernetes.api_errors import ApiError
-from ringweave.platforms.kubernetes.job_objects import JobKey
+from ringweave.platforms.kubernetes.action_executor import JobKey
+from ringweave.platforms.kubernetes.api_client import ApiError, KubernetesClient
 from ringweave.platforms.kubernetes.operator import (
     LEASE_RELEASE_TIMEOUT_S,
     LeaderElection,

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from ringweave.errors import LaunchError
-from ringweave.platforms.kubernetes.api_errors import ApiError
-from ringweave.platforms.kubernetes.job_objects import JobKey
+from ringweave.platforms.kubernetes.action_executor import JobKey
+from ringweave.platforms.kubernetes.api_client import ApiError
 from ringweave.platforms.kubernetes.reconciler import ReconcileQueue, ReconcileResult
 
 JOB = ("default", "text")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from ringweave.jobs.states import JobState
-from ringweave.platforms.kubernetes import api_client, job_resource, names, platform, pod_logs, pod_status
+from ringweave.platforms.kubernetes import api_client, job_resource, objects, platform, pod_logs, pod_status
 from ringweave.platforms.kubernetes.action_executor import FAILURE_REPORT_DELAY_S, ObjectsRefusedError, UnreadLogError
-from ringweave.platforms.kubernetes.api_errors import ApiError
+from ringweave.platforms.kubernetes.api_client import ApiError
 from ringweave.platforms.kubernetes.objects import WORKER_CONTAINER
 from tests.fakes.kubernetes.api_failures import ApiFailure
 from tests.fakes.kubernetes.fake_cluster import FakeCluster
@@ -156,7 +156,7 @@ def test_a_name_that_is_taken_by_something_else_is_told_of(kubeconfig: Path) -> 
 
 def test_a_pod_that_a_former_job_of_the_name_has_left_is_told_of(kubeconfig: Path) -> None:
     async def test(world: World) -> None:
-        labels = {names.JOB_LABEL: "orphans", names.NODE_LABEL: "1", names.ATTEMPT_LABEL: "1"}
+        labels = {objects.JOB_LABEL: "orphans", objects.NODE_LABEL: "1", objects.ATTEMPT_LABEL: "1"}
         left = {"metadata": {"name": "orphans-1-1", "labels": labels}, "spec": {"containers": [{"name": "workers"}]}}
         await world.client.create(api_client.PODS, "default", left)  # as kubectl delete --cascade=orphan leaves it
         with pytest.raises(ObjectsRefusedError, match="Pod orphans-1-1 exists already"):
@@ -220,6 +220,6 @@ def test_a_log_that_cannot_be_read_now_is_tried_again_and_holds_nothing_else_up(
         assert set(await world.pods()) == {"silent-0-1", "silent-1-2"}
         kept = await world.client.get(api_client.CONFIG_MAPS, "default", "silent-1-1-log")
         assert "the rest of this log could not be read: " in kept["data"][pod_logs.LOG_KEY]
-        assert names.JOB_LABEL in kept["metadata"]["labels"]
+        assert objects.JOB_LABEL in kept["metadata"]["labels"]
 
     play(kubeconfig, "silent", test)

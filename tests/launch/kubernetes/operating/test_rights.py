@@ -12,12 +12,10 @@ from ruamel.yaml import YAML
 from ringweave.platforms.kubernetes import api_client
 from ringweave.platforms.kubernetes import operator as kubernetes_operator
 from ringweave.platforms.kubernetes.action_executor import ActionExecutor
-from ringweave.platforms.kubernetes.api_client import KubernetesClient
-from ringweave.platforms.kubernetes.api_errors import ApiError
-from ringweave.platforms.kubernetes.job_admission import JobAdmission
+from ringweave.platforms.kubernetes.api_client import ApiError, KubernetesClient
 from ringweave.platforms.kubernetes.objects import PodSettings
 from ringweave.platforms.kubernetes.operator import LeaderElection, LeaseSettings, OperatorSettings
-from ringweave.platforms.kubernetes.reconciler import TrainingJobReconciler
+from ringweave.platforms.kubernetes.reconciler import JobAdmission, TrainingJobReconciler
 from tests.fakes.kubernetes.fake_cluster import FakeCluster
 from tests.fakes.kubernetes.simulated_kubelet import SimulatedKubelet
 

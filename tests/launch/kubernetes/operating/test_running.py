@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 import ringweave
-from ringweave.platforms.kubernetes import api_client, names
+from ringweave.platforms.kubernetes import api_client, objects
 from ringweave.platforms.kubernetes import operator as kubernetes_operator
 from ringweave.platforms.kubernetes.api_client import KubernetesClient
 from ringweave.platforms.kubernetes.objects import PodSettings
@@ -153,7 +153,7 @@ def test_of_pods_and_config_maps_only_those_of_jobs_are_asked_for(cluster: FakeC
     async def note(http: web.Request) -> None:
         agents.add(http.headers["User-Agent"])
         plural = http.path.rpartition("/")[2]
-        if http.method == "GET" and plural in ("pods", "configmaps", names.CRD_PLURAL):
+        if http.method == "GET" and plural in ("pods", "configmaps", objects.CRD_PLURAL):
             key = plural, "watch" in http.query
             asked.setdefault(key, set()).add(http.query.get("labelSelector"))
 
@@ -169,9 +169,9 @@ def test_of_pods_and_config_maps_only_those_of_jobs_are_asked_for(cluster: FakeC
         play(kubeconfig, OperatorSettings(lease=a_lease("watches"), gateway_port=None), test)
     finally:
         cluster.handler.before_request = None
-    of_jobs = {names.JOB_LABEL}
-    assert {key: selectors for key, selectors in asked.items() if key[0] != names.CRD_PLURAL} == {
+    of_jobs = {objects.JOB_LABEL}
+    assert {key: selectors for key, selectors in asked.items() if key[0] != objects.CRD_PLURAL} == {
         (plural, is_watch): of_jobs for plural in ("pods", "configmaps") for is_watch in (False, True)
     }
-    assert asked[names.CRD_PLURAL, True] == {None}
+    assert asked[objects.CRD_PLURAL, True] == {None}
     assert agents == {f"ringweave/{ringweave.__version__}"}

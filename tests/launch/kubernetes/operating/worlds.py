@@ -12,10 +12,9 @@ from ringweave.jobs.records import EndCause
 from ringweave.platforms.kubernetes import api_client
 from ringweave.platforms.kubernetes.action_executor import ActionExecutor
 from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object
-from ringweave.platforms.kubernetes.job_admission import JobAdmission
 from ringweave.platforms.kubernetes.objects import PodSettings
 from ringweave.platforms.kubernetes.pod_status import AttemptKey
-from ringweave.platforms.kubernetes.reconciler import TrainingJobReconciler
+from ringweave.platforms.kubernetes.reconciler import JobAdmission, TrainingJobReconciler
 from tests.fakes.kubernetes.api_failures import ApiFailure
 from tests.fakes.kubernetes.fake_cluster import FakeCluster
 from tests.fakes.kubernetes.simulated_kubelet import SimulatedKubelet
