@@ -22,6 +22,7 @@ import numpy as np
 from ringweave import lab, rpc, topology, units
 from ringweave.lab import Lab
 from ringweave.rpc import state_transfer
+from tests.fakes.plaintext import PlaintextAuthentication
 
 NAME = "wire-trial"
 NUM_PEERS, PUSH_BYTES, STATE_BYTES = 4, 22_000_000, 88_000_000
@@ -38,7 +39,7 @@ def _trust(folder: Path, name: str, how: str) -> rpc.PeerAuthentication:
     return (
         rpc.TlsAuthentication(credentials)
         if how == "tls"
-        else rpc.PlaintextAuthentication(credentials.identity, credentials.token, allows_remote=True)
+        else PlaintextAuthentication(credentials.identity, credentials.token)
     )
 
 

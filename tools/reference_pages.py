@@ -84,10 +84,11 @@ def _states_to_mermaid() -> str:
 def _states_to_markdown() -> str:
     """Return the tables of states and reasons of docs/reference/job-states.md."""
     rows = [f"| {state} | {meaning} |" for state, meaning in states.JOB_STATE_TEXTS.items()]
-    reasons = [
-        f"| {kind.subject} | {kind.states} | `{code}` | {_without_braces(kind.text)} | {_without_braces(kind.hint)} |"
-        for code, kind in states.REASON_TEMPLATES.items()
-    ]
+    reasons = []
+    for code, kind in states.REASON_TEMPLATES.items():
+        subject = "node" if code.startswith("Node") else "job"
+        texts = f"{_without_braces(kind.text)} | {_without_braces(kind.hint)}"
+        reasons.append(f"| {subject} | {kind.states} | `{code}` | {texts} |")
     return "\n".join(
         [
             "| state | meaning |",

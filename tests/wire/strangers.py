@@ -17,6 +17,7 @@ from ringweave.errors import RpcError
 from ringweave.rpc import framing, handshake
 from ringweave.rpc.framing import FrameKind
 from ringweave.rpc.tls import utc_now
+from tests.fakes.plaintext import PlaintextAuthentication
 from tests.polling import wait_until
 from tests.wire.mutations import host
 from tests.wire.parts import read_frame
@@ -61,7 +62,7 @@ def strangers(authority: rpc.CertificateAuthority, expired: rpc.Credentials, *, 
         (
             "certificate",
             "TLS handshake: 'WRONG_VERSION_NUMBER'",
-            by(rpc.PlaintextAuthentication(ours.identity, ours.token)),
+            by(PlaintextAuthentication(ours.identity, ours.token)),
         ),
         ("certificate", "HTTP_REQUEST", _ask_for_a_page),
         ("certificate", "PEER_DID_NOT_RETURN_A_CERTIFICATE", _show_nothing),

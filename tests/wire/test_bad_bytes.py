@@ -13,6 +13,7 @@ from ringweave.errors import MessageError, RemoteError, RpcError, TrainingError
 from ringweave.rpc import framing
 from ringweave.rpc.framing import FrameKind
 from tests import effort
+from tests.fakes.plaintext import PlaintextAuthentication
 from tests.polling import wait_until
 from tests.wire.mutations import damaged, host, mutated, raw_peer, send_damaged
 from tests.wire.parts import (
@@ -35,8 +36,8 @@ LIMITS = rpc.RpcLimits(
 GOOD_NUMBER = 77_777_777
 
 
-def plain(role: str) -> rpc.PlaintextAuthentication:
-    return rpc.PlaintextAuthentication(rpc.Identity(job="job1", role=role, name="0"), "token")
+def plain(role: str) -> PlaintextAuthentication:
+    return PlaintextAuthentication(rpc.Identity(job="job1", role=role, name="0"), "token")
 
 
 def refusal(sock: socket.socket) -> str:

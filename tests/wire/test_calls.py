@@ -10,6 +10,7 @@ import pytest
 
 from ringweave import rpc
 from ringweave.errors import ConnectionLostError, DeadlineError, MessageError, RemoteError, RpcError, UsageError
+from tests.fakes.plaintext import PlaintextAuthentication
 from tests.polling import wait_until
 from tests.wire.parts import Add, Echo, Fail, Gate, Wait, add, connect, serving, trust
 
@@ -308,8 +309,7 @@ def test_two_handlers_of_one_kind_are_refused(authority: rpc.CertificateAuthorit
 
 def test_plain_connections_on_one_machine_work_the_same() -> None:
     here, there = (
-        rpc.PlaintextAuthentication(rpc.Identity(job="j", role=role, name="0"), "token")
-        for role in ("server", "worker")
+        PlaintextAuthentication(rpc.Identity(job="j", role=role, name="0"), "token") for role in ("server", "worker")
     )
     with serving(here, ECHO) as server, connect(server, there) as client:
         assert bytes(client.call(Echo(), [b"abc"], timeout_s=60).buffers[0]) == b"abc"

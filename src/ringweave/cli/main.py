@@ -33,77 +33,41 @@ class Verb:
     """Name of the command there."""
     help: str
     """One line for the list of verbs."""
-    takes_json: bool
-    """True if it takes --json."""
-    json_subcommands: tuple[str, ...] = ()
-    """Subcommands that take --json."""
 
 
 VERBS: Mapping[str, Verb] = {
-    "run": Verb(module="run", help="Run a PyTorch program on several workers.", takes_json=False),
-    "attach": Verb(module="run", command="attach_command", help="Follow a run on hosts again.", takes_json=False),
-    "join": Verb(
-        module="run",
-        command="join_command",
-        help="Take part in a run from a host that ssh does not reach.",
-        takes_json=False,
-    ),
-    "scale": Verb(
-        module="run", command="scale_command", help="Give an elastic run more or fewer workers.", takes_json=True
-    ),
-    "lab": Verb(
-        module="lab",
-        help="Bring a cluster file up on this machine: namespaces, limited links.",
-        takes_json=False,
-        json_subcommands=("up", "set", "cut", "mend", "status", "down"),
-    ),
-    "discover": Verb(
-        module="discover",
-        help="Describe this machine and its leader device, and write a cluster file.",
-        takes_json=True,
-    ),
+    "run": Verb(module="run", help="Run a PyTorch program on several workers."),
+    "attach": Verb(module="run", command="attach_command", help="Follow a run on hosts again."),
+    "join": Verb(module="run", command="join_command", help="Take part in a run from a host that ssh does not reach."),
+    "scale": Verb(module="run", command="scale_command", help="Give an elastic run more or fewer workers."),
+    "lab": Verb(module="lab", help="Bring a cluster file up on this machine: namespaces, limited links."),
+    "discover": Verb(module="discover", help="Describe this machine and its leader device, and write a cluster file."),
     "plan": Verb(
-        module="plan",
-        help="Print a cluster's bound and the schedule that is chosen for it; or a pipeline's stages.",
-        takes_json=True,
+        module="plan", help="Print a cluster's bound and the schedule that is chosen for it; or a pipeline's stages."
     ),
-    "cost": Verb(
-        module="cost", help="Predict a training round by the formulas of four architectures.", takes_json=True
-    ),
+    "cost": Verb(module="cost", help="Predict a training round by the formulas of four architectures."),
     "simulate": Verb(
-        module="simulate",
-        help="Simulate a collective or a pipeline on a cluster, with stragglers and failures.",
-        takes_json=True,
+        module="simulate", help="Simulate a collective or a pipeline on a cluster, with stragglers and failures."
     ),
-    "partition": Verb(
-        module="partition",
-        help="Cut a model into pipeline stages for unequal devices and links.",
-        takes_json=True,
-    ),
-    "split": Verb(module="split", help="Split GPUs over unequal nodes, at least three on each.", takes_json=True),
-    "submit": Verb(module="submit", help="Submit a job: a number of GPUs over unequal nodes.", takes_json=True),
-    "jobs": Verb(module="jobs", command="jobs", help="List the jobs of a platform.", takes_json=True),
-    "status": Verb(module="jobs", command="status", help="Show the state of a job and its nodes.", takes_json=True),
-    "why": Verb(
-        module="jobs", command="why", help="Show why a job does not run, or what it loses time to.", takes_json=True
-    ),
-    "export": Verb(module="export", help="Export a run to Prometheus and other programs.", takes_json=False),
-    "ui": Verb(module="ui", help="Show a job or a run on a live page in the browser.", takes_json=False),
-    "report": Verb(
-        module="ui", command="report", help="Write the page of a job or a run to one HTML file.", takes_json=False
-    ),
-    "logs": Verb(module="jobs", command="logs", help="Print the output of a job's workers.", takes_json=True),
-    "events": Verb(module="jobs", command="events", help="List the events of a job.", takes_json=True),
-    "stop": Verb(module="jobs", command="stop", help="End a job.", takes_json=True),
-    "delete": Verb(module="jobs", command="delete", help="Remove a job with its files.", takes_json=True),
-    "retry": Verb(module="jobs", command="retry", help="Start a failed or stopped job again.", takes_json=True),
-    "suspend": Verb(module="jobs", command="suspend", help="Keep a job from running.", takes_json=True),
-    "resume": Verb(module="jobs", command="resume", help="Let a suspended job run.", takes_json=True),
-    "server": Verb(module="server", help="Run the parameter server of a job in mode ps-hra.", takes_json=False),
-    "operator": Verb(
-        module="operator", help="Run the operator of TrainingJobs in a Kubernetes cluster.", takes_json=False
-    ),
-    "doctor": Verb(module="doctor", help="Check this machine's installation, and print fixes.", takes_json=True),
+    "partition": Verb(module="partition", help="Cut a model into pipeline stages for unequal devices and links."),
+    "split": Verb(module="split", help="Split GPUs over unequal nodes, at least three on each."),
+    "submit": Verb(module="submit", help="Submit a job: a number of GPUs over unequal nodes."),
+    "jobs": Verb(module="jobs", command="jobs", help="List the jobs of a platform."),
+    "status": Verb(module="jobs", command="status", help="Show the state of a job and its nodes."),
+    "why": Verb(module="jobs", command="why", help="Show why a job does not run, or what it loses time to."),
+    "export": Verb(module="export", help="Export a run to Prometheus and other programs."),
+    "ui": Verb(module="ui", help="Show a job or a run on a live page in the browser."),
+    "report": Verb(module="ui", command="report", help="Write the page of a job or a run to one HTML file."),
+    "logs": Verb(module="jobs", command="logs", help="Print the output of a job's workers."),
+    "events": Verb(module="jobs", command="events", help="List the events of a job."),
+    "stop": Verb(module="jobs", command="stop", help="End a job."),
+    "delete": Verb(module="jobs", command="delete", help="Remove a job with its files."),
+    "retry": Verb(module="jobs", command="retry", help="Start a failed or stopped job again."),
+    "suspend": Verb(module="jobs", command="suspend", help="Keep a job from running."),
+    "resume": Verb(module="jobs", command="resume", help="Let a suspended job run."),
+    "server": Verb(module="server", help="Run the parameter server of a job in mode ps-hra."),
+    "operator": Verb(module="operator", help="Run the operator of TrainingJobs in a Kubernetes cluster."),
+    "doctor": Verb(module="doctor", help="Check this machine's installation, and print fixes."),
 }
 
 
@@ -132,10 +96,14 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import one verb."""
-        if cmd_name not in VERBS:
-            added = _added_verbs().get(cmd_name)
+        return self.find_command(cmd_name)
+
+    def find_command(self, name: str) -> click.Command | None:
+        """Import one verb; None if there is none of that name."""
+        if name not in VERBS:
+            added = _added_verbs().get(name)
             return added.load() if added is not None else None
-        verb = VERBS[cmd_name]
+        verb = VERBS[name]
         return getattr(importlib.import_module(f"ringweave.cli.{verb.module}"), verb.command)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -245,14 +213,7 @@ def _wants_json(argv: list[str]) -> bool:
     pairs = [" ".join(pair) for pair in itertools.pairwise(argv)]
     if not argv or _JSON_FLAGS.isdisjoint([*argv, *pairs]):
         return False
-    if (verb := VERBS.get(argv[0])) is not None:
-        return verb.takes_json or any(word in verb.json_subcommands for word in argv[1:2])
-    added = _added_verbs().get(argv[0])
-    return added is not None and _takes_json(added.load(), argv[1:2])
-
-
-def _takes_json(command: click.Command, words: Sequence[str]) -> bool:
-    """Return whether a command, or the subcommand that `words` names, has the option --json."""
-    if isinstance(command, click.Group) and words and words[0] in command.commands:
-        command = command.commands[words[0]]
-    return any("--json" in each.opts for each in command.params)
+    command = LazyGroup().find_command(argv[0])
+    if isinstance(command, click.Group):
+        command = command.commands.get(next(iter(argv[1:]), ""))
+    return command is not None and any("--json" in each.opts for each in command.params)

@@ -12,7 +12,6 @@ from ringweave.rpc.tls import (
     Credentials,
     Identity,
     PeerAuthentication,
-    PlaintextAuthentication,
     TlsAuthentication,
 )
 
@@ -25,7 +24,6 @@ __all__ = [
     "PeerAuthentication",
     "PeerStatus",
     "PendingCall",
-    "PlaintextAuthentication",
     "RpcCall",
     "RpcClient",
     "RpcHandler",

@@ -9,8 +9,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,15 +126,6 @@ class MemoryBudget:
         with self._changed:
             self._free_bytes += num_bytes
             self._changed.notify_all()
-
-    @contextmanager
-    def reserved(self, num_bytes: int, timeout_s: float) -> Iterator[None]:
-        """Take so many bytes for the length of a block."""
-        self.acquire(num_bytes, timeout_s)
-        try:
-            yield
-        finally:
-            self.release(num_bytes)
 
 
 HandlerErrorCallback = Callable[[Identity, str, Exception], None]
@@ -468,11 +458,9 @@ class RpcServer:
         """Listen; port 0 takes a free one, of a range if there is one.
 
         Raises:
-            UsageError: The authentication does not permit that address.
             LaunchError: All ports of the range are taken, or the relays of this host cannot lead to it.
             OSError: The address or port is not available.
         """
-        self._authentication.check_address(host)
         if port:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, port), family=family, backlog=_LISTEN_BACKLOG)

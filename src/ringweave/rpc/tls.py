@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import hashlib
-import ipaddress
 import os
 import re
 import secrets
@@ -397,10 +396,6 @@ class PeerAuthentication(Protocol):
     @property
     def token(self) -> str: ...
 
-    def check_address(self, host: str) -> None:
-        """Refuse an address that this kind of authentication is not for."""
-        ...
-
     def secure_socket(self, raw: socket.socket, *, is_server: bool) -> socket.socket:
         """Return the connection that messages use; each step blocks at most for the timeout of `raw`."""
         ...
@@ -417,9 +412,6 @@ class TlsAuthentication:
         self.identity = credentials.identity
         self.token = credentials.token
         self._server, self._client = credentials.tls_context(is_server=True), credentials.tls_context(is_server=False)
-
-    def check_address(self, host: str) -> None:
-        """Accept any address."""
 
     def secure_socket(self, raw: socket.socket, *, is_server: bool) -> socket.socket:
         """Run the TLS handshake.
@@ -449,40 +441,6 @@ class TlsAuthentication:
             return certificate_identity(sock)
         except UsageError as cause:
             raise RefusedError(f"certificate of the other end: {cause}") from cause
-
-
-class PlaintextAuthentication:
-    """Plaintext without proof of a peer's name: for processes of one machine, where the user asks for it."""
-
-    def __init__(self, identity: Identity, token: str, *, allows_remote: bool = False) -> None:
-        """`allows_remote` permits addresses other than the loopback's; only for measuring the cost of TLS."""
-        self.identity = identity
-        self.token = token
-        self._allows_remote = allows_remote
-
-    def check_address(self, host: str) -> None:
-        """Accept only loopback addresses.
-
-        Raises:
-            UsageError: The address is not the loopback's.
-        """
-        if not self._allows_remote and not _is_loopback(host):
-            raise UsageError(
-                explain(
-                    "address of an insecure connection",
-                    got=host,
-                    expected="one of this machine's loopback",
-                    do="Leave insecure out: between machines connections are encrypted",
-                )
-            )
-
-    def secure_socket(self, raw: socket.socket, *, is_server: bool) -> socket.socket:
-        del is_server
-        return raw
-
-    def peer_identity(self, sock: socket.socket) -> Identity | None:
-        """Return None: nothing is proven."""
-        del sock
 
 
 def _close_after_alert(sock: ssl.SSLSocket) -> None:
@@ -521,10 +479,3 @@ _HANDSHAKE_FIXES = {
     "TLSV1_ALERT_UNKNOWN_CA": "Both ends need credentials of the same job",
     "": "Both ends need credentials of the same job, and clocks that agree",
 }
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

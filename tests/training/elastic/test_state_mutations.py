@@ -17,6 +17,7 @@ from ringweave.rpc import framing
 from ringweave.rpc.state_transfer import DescribeState, StateDescription, StateServer
 from ringweave.training.elastic import training_state
 from ringweave.training.elastic.training_state import TrainingState
+from tests.fakes.plaintext import PlaintextAuthentication
 from tests.training.elastic.test_state import OPTIMIZERS, trained
 from tests.wire.mutations import mutated
 
@@ -232,7 +233,7 @@ class Spoiling:
 
 
 PEER = rpc.Identity(job="job1", role="worker", name="0.0")
-TRUST = rpc.PlaintextAuthentication(PEER, "token")
+TRUST = PlaintextAuthentication(PEER, "token")
 
 
 def test_what_is_damaged_under_way_is_taken_over_as_it_was_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

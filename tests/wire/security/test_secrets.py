@@ -11,6 +11,7 @@ from ringweave.errors import MessageError
 from ringweave.rpc import framing
 from ringweave.rpc.framing import FrameKind
 from ringweave.telemetry import EventLog
+from tests.fakes.plaintext import PlaintextAuthentication
 from tests.polling import wait_until
 from tests.wire.mutations import host
 from tests.wire.parts import connect, read_frame, serving, trust
@@ -60,8 +61,8 @@ def test_no_hello_brings_the_token_into_the_event_log(
     server_trust: rpc.PeerAuthentication = trust(authority, "server", "0")
     peer_trust: rpc.PeerAuthentication = rpc.TlsAuthentication(credentials)
     if not secure:
-        server_trust = rpc.PlaintextAuthentication(server_trust.identity, token)
-        peer_trust = rpc.PlaintextAuthentication(peer_trust.identity, token)
+        server_trust = PlaintextAuthentication(server_trust.identity, token)
+        peer_trust = PlaintextAuthentication(peer_trust.identity, token)
     told: dict[str, str] = {}
     with serving(server_trust, write_event=log.write) as server:
         for index, (what, data) in enumerate(hellos(token).items()):

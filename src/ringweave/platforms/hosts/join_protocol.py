@@ -308,9 +308,6 @@ class JoinerAuthentication:
         assert self._server is not None, "the server's certificate names the job"
         return Identity(job=self._server.job, role=JOINER_ROLE, name="new")
 
-    def check_address(self, host: str) -> None:
-        """Accept any address."""
-
     def secure_socket(self, raw: socket.socket, *, is_server: bool) -> socket.socket:
         """Run the TLS handshake, and check the server's certificate.
 
@@ -450,9 +447,6 @@ class JoinListenerAuthentication:
         self._lock = threading.Lock()
         self._limiters: dict[str, AttemptLimiter] = {}
         self._sockets: list[tuple[float, socket.socket]] = []
-
-    def check_address(self, host: str) -> None:
-        """Accept any address."""
 
     def secure_socket(self, raw: socket.socket, *, is_server: bool) -> socket.socket:
         """Run the TLS handshake.
