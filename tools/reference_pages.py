@@ -13,6 +13,7 @@ import click
 
 from ringweave.cli.main import BENCH_VERBS, VERBS, ringweave_group
 from ringweave.jobs import states
+from ringweave.jobs.states import JobState
 from ringweave.telemetry import kinds
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -46,6 +47,75 @@ attempts, rounds and retries.
 
 """
 
+JOB_STATE_TEXTS: Mapping[JobState, str] = {
+    JobState.SUSPENDED: "Admitted; no process of the job runs until it is resumed.",
+    JobState.PENDING: "The worker groups are created, and wait at the start barrier.",
+    JobState.STARTING: "All groups were ready and the barrier is released; some have not started yet.",
+    JobState.RUNNING: "All groups train or have finished; of an elastic job, enough of them.",
+    JobState.RETRYING: "A node failed and is replaced; the other nodes wait at the start barrier again.",
+    JobState.ENDING: "The outcome is decided; some groups have not ended yet.",
+    JobState.SUCCEEDED: "All groups finished with exit code 0.",
+    JobState.FAILED: "The script failed, or a node failed more often than max_retries allows.",
+    JobState.STOPPED: "A user stopped the job.",
+    JobState.DELETING: "All objects and files of the job are being removed.",
+}
+
+_S = JobState
+_AFTER_RUNNING = (_S.ENDING, _S.SUCCEEDED, _S.FAILED, _S.STOPPED, _S.DELETING, _S.SUSPENDED)
+
+TRANSITIONS: Mapping[JobState, tuple[JobState, ...]] = {
+    _S.SUSPENDED: (_S.PENDING, _S.ENDING, _S.STOPPED, _S.DELETING),
+    _S.PENDING: (_S.STARTING, _S.RUNNING, _S.RETRYING, *_AFTER_RUNNING),
+    _S.STARTING: (_S.RUNNING, _S.RETRYING, *_AFTER_RUNNING),
+    _S.RUNNING: (_S.RETRYING, *_AFTER_RUNNING),
+    _S.RETRYING: (_S.STARTING, _S.RUNNING, *_AFTER_RUNNING),
+    _S.ENDING: (_S.SUCCEEDED, _S.FAILED, _S.STOPPED, _S.PENDING, _S.SUSPENDED, _S.DELETING),
+    _S.SUCCEEDED: (_S.DELETING,),
+    _S.FAILED: (_S.PENDING, _S.SUSPENDED, _S.DELETING),
+    _S.STOPPED: (_S.PENDING, _S.SUSPENDED, _S.DELETING),
+    _S.DELETING: (),
+}
+"""State -> states that can follow it."""
+REASON_STATES: Mapping[str, str] = {
+    "Suspended": "Suspended",
+    "Suspending": "Suspended",
+    "Unschedulable": "Pending, Retrying",
+    "CannotStart": "Pending, Retrying",
+    "MachineUnreachable": "Pending, Retrying, Ending, Suspended, Deleting",
+    "Initializing": "Pending",
+    "NotReady": "Pending",
+    "Restarting": "Retrying",
+    "Degraded": "Running",
+    "DegradedWithoutRetries": "Running",
+    "DeterminingCause": "Pending, Starting, Retrying",
+    "BarrierReleased": "Starting",
+    "Completed": "Ending, Succeeded",
+    "CompletedWithoutNodes": "Ending, Succeeded",
+    "NonZeroExitCode": "Ending, Failed",
+    "BackoffLimitExceeded": "Ending, Failed",
+    "Preempted": "Ending, Failed",
+    "Stopped": "Ending, Stopped",
+    "Deleting": "Deleting",
+    "NodeUnused": "Unused",
+    "NodeSuspended": "Waiting",
+    "NodeTerminating": "Waiting",
+    "NodeNotCreated": "Waiting",
+    "NodeUnschedulable": "Pending",
+    "NodeInitializing": "Pending",
+    "NodeUnreachable": "Waiting, Pending, Ready, Running, Interrupted",
+    "NodeCannotStart": "Pending",
+    "NodeAtBarrier": "Ready",
+    "NodeReleased": "Ready",
+    "NodeRestarting": "Interrupted",
+    "NodeFailing": "Failed, Interrupted",
+    "NodeCompleted": "Succeeded",
+    "NodeAbandoned": "Stopped",
+    "NodeFailed": "Failed",
+    "NodeBackoffLimitExceeded": "Failed",
+    "NodeStopped": "Stopped",
+}
+"""Code of a reason -> states that have it."""
+
 
 def reference_pages() -> Mapping[str, str]:
     """Return the text of every generated page by its file name."""
@@ -74,21 +144,19 @@ def job_states_page() -> str:
 def _states_to_mermaid() -> str:
     """Return the state diagram of docs/reference/job-states.md; DELETING is drawn after end states only."""
     lines = ["stateDiagram-v2", "    [*] --> Pending", "    [*] --> Suspended"]
-    for state, after in states.TRANSITIONS.items():
-        lines += [
-            f"    {state} --> {other}" for other in after if other is not states.JobState.DELETING or state.is_end
-        ]
+    for state, after in TRANSITIONS.items():
+        lines += [f"    {state} --> {other}" for other in after if other is not JobState.DELETING or state.is_end]
     return "\n".join([*lines, "    Deleting --> [*]"]) + "\n"
 
 
 def _states_to_markdown() -> str:
     """Return the tables of states and reasons of docs/reference/job-states.md."""
-    rows = [f"| {state} | {meaning} |" for state, meaning in states.JOB_STATE_TEXTS.items()]
+    rows = [f"| {state} | {meaning} |" for state, meaning in JOB_STATE_TEXTS.items()]
     reasons = []
     for code, kind in states.REASON_TEMPLATES.items():
         subject = "node" if code.startswith("Node") else "job"
         texts = f"{_without_braces(kind.text)} | {_without_braces(kind.hint)}"
-        reasons.append(f"| {subject} | {kind.states} | `{code}` | {texts} |")
+        reasons.append(f"| {subject} | {REASON_STATES[code]} | `{code}` | {texts} |")
     return "\n".join(
         [
             "| state | meaning |",

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringweave.errors import LabError
-from ringweave.lab import duty_cycle, lab_processes, lab_state
-from ringweave.lab.duty_cycle import PERIOD_S, DeviceBudget, ProcessScan, Throttle
+from ringweave.lab import lab_processes, lab_state, user_namespace
+from ringweave.lab.user_namespace import PERIOD_S, DeviceBudget, ProcessScan, Throttle
 
 DEVICE, OTHER = (4, 100), (4, 200)
 
@@ -46,7 +46,7 @@ class Machine:
                 self.quotas.clear()
 
         self.throttle.scan()
-        duty_cycle.run(self.throttle, clock=lambda: self.now_s, sleep=sleep)
+        user_namespace.throttle_devices(self.throttle, clock=lambda: self.now_s, sleep=sleep)
 
 
 @given(st.lists(st.integers(1_000, 40_000), min_size=1, max_size=5))
@@ -122,10 +122,10 @@ def test_the_scan_finds_this_process_and_reads_its_clock() -> None:
     own = lab_processes.namespace_id(Path("/proc/self/ns/uts"))
     assert own is not None
     assert os.getpid() in ProcessScan()()[own]
-    first = duty_cycle.read_process_clock(os.getpid())
+    first = user_namespace.read_process_clock(os.getpid())
     sum(range(300_000))
-    assert (duty_cycle.read_process_clock(os.getpid()) or 0.0) > (first or 0.0)
-    assert duty_cycle.read_process_clock(2**22 + 1) is None
+    assert (user_namespace.read_process_clock(os.getpid()) or 0.0) > (first or 0.0)
+    assert user_namespace.read_process_clock(2**22 + 1) is None
 
 
 def test_quotas_are_those_of_complete_labs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,11 +136,11 @@ def test_quotas_are_those_of_complete_labs(tmp_path: Path, monkeypatch: pytest.M
     lab_state.namespace_folder("one").mkdir()
     (lab_state.namespace_folder("one") / "a:0.uts").touch()
     (lab_state.duty_cycle_folder("one") / "a:0").write_text("4000")
-    assert duty_cycle.read_lab_quotas() == {}
+    assert user_namespace.read_lab_quotas() == {}
     lab_state.write_record(lab_state.LabRecord(name="one", cluster_text="", quotas=None, is_complete=True, boot_id="b"))
-    assert list(duty_cycle.read_lab_quotas().values()) == [4000]
+    assert list(user_namespace.read_lab_quotas().values()) == [4000]
     lab_state.write_duty_cycle("one", "a", 0, 9_000)
-    assert list(duty_cycle.read_lab_quotas().values()) == [9000]
+    assert list(user_namespace.read_lab_quotas().values()) == [9000]
     with pytest.raises(LabError, match=r"CPU quota of a:0: 10, expected 1000 microseconds or more\. Give at"):
         lab_state.write_duty_cycle("one", "a", 0, 10)
     with pytest.raises(LabError, match="see whether the lab is still up"):

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ringweave import units
-from ringweave.cli import follow, job_options
+from ringweave.cli import job_options, jobs
 from ringweave.cli.echo import echo
 from ringweave.environment import WIRES
 from ringweave.errors import UsageError, explain
@@ -67,7 +67,6 @@ def plan_job(request: JobRequest, job: JobView, *, has_network: bool = True) -> 
         job: The admitted job.
         has_network: Plan rings, leaders and schedule, which takes a third of a second of processor time.
     """
-    from ringweave.platforms.agent import node_layout
 
     used = [(index, node) for index, node in enumerate(job.nodes) if node.workers]
     config = JobConfig(
@@ -84,16 +83,15 @@ def plan_job(request: JobRequest, job: JobView, *, has_network: bool = True) -> 
     placed = JobPlan(
         nodes=tuple(_node_placements(job, config)),
         split_reason=_split_reason(request, job),
-        servers=node_layout.server_nodes(config),
+        servers=job_config.server_nodes(config),
     )
     return _with_network(placed, config, request) if has_network else placed
 
 
 def _with_network(plan: JobPlan, config: JobConfig, request: JobRequest) -> JobPlan:
     from ringweave import planning  # brings numpy
-    from ringweave.platforms.agent import node_layout
 
-    cluster = node_layout.build_cluster(config, {})
+    cluster = job_config.build_cluster(config, {})
     by_rank = {rank: name for name, ranks in config.ranks_by_node.items() for rank in ranks}
     nodes = [by_rank[rank] for rank in range(config.world_size)]
     group_plan = planning.plan_group(cluster, nodes, leader_per_nic=request.leader_per_nic)
@@ -296,7 +294,7 @@ def command(
         text = f"{request.name}: submitted. ringweave status {request.name}; ringweave logs -f {request.name}"
         echo(with_platform_option(text, request.name, place))
         return 0
-    return follow.follow_job(request.name, place, lambda: job_options.open_user_platform(place))
+    return jobs.follow_job(request.name, place, lambda: job_options.open_user_platform(place))
 
 
 def _print_dry_run(output: str, submission: Submission, plan: dict[str, Any], *, full: bool) -> None:

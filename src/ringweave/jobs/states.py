@@ -1,4 +1,4 @@
-"""Tables of job and node states, their transitions and the reasons; docs/reference/job-states.md shows them."""
+"""States of jobs and nodes, and the reasons for them; docs/reference/job-states.md describes them."""
 
 import enum
 from collections.abc import Mapping
@@ -39,37 +39,6 @@ class NodeState(enum.StrEnum):
     STOPPED = "Stopped"
 
 
-JOB_STATE_TEXTS: Mapping[JobState, str] = {
-    JobState.SUSPENDED: "Admitted; no process of the job runs until it is resumed.",
-    JobState.PENDING: "The worker groups are created, and wait at the start barrier.",
-    JobState.STARTING: "All groups were ready and the barrier is released; some have not started yet.",
-    JobState.RUNNING: "All groups train or have finished; of an elastic job, enough of them.",
-    JobState.RETRYING: "A node failed and is replaced; the other nodes wait at the start barrier again.",
-    JobState.ENDING: "The outcome is decided; some groups have not ended yet.",
-    JobState.SUCCEEDED: "All groups finished with exit code 0.",
-    JobState.FAILED: "The script failed, or a node failed more often than max_retries allows.",
-    JobState.STOPPED: "A user stopped the job.",
-    JobState.DELETING: "All objects and files of the job are being removed.",
-}
-
-_S = JobState
-_AFTER_RUNNING = (_S.ENDING, _S.SUCCEEDED, _S.FAILED, _S.STOPPED, _S.DELETING, _S.SUSPENDED)
-
-TRANSITIONS: Mapping[JobState, tuple[JobState, ...]] = {
-    _S.SUSPENDED: (_S.PENDING, _S.ENDING, _S.STOPPED, _S.DELETING),
-    _S.PENDING: (_S.STARTING, _S.RUNNING, _S.RETRYING, *_AFTER_RUNNING),
-    _S.STARTING: (_S.RUNNING, _S.RETRYING, *_AFTER_RUNNING),
-    _S.RUNNING: (_S.RETRYING, *_AFTER_RUNNING),
-    _S.RETRYING: (_S.STARTING, _S.RUNNING, *_AFTER_RUNNING),
-    _S.ENDING: (_S.SUCCEEDED, _S.FAILED, _S.STOPPED, _S.PENDING, _S.SUSPENDED, _S.DELETING),
-    _S.SUCCEEDED: (_S.DELETING,),
-    _S.FAILED: (_S.PENDING, _S.SUSPENDED, _S.DELETING),
-    _S.STOPPED: (_S.PENDING, _S.SUSPENDED, _S.DELETING),
-    _S.DELETING: (),
-}
-"""State -> states that can follow it."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reason:
     """Reason for which a job or node does not run, or only in part, with a hint."""
@@ -87,7 +56,6 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ReasonTemplate:
-    states: str
     text: str
     hint: str
 
@@ -96,194 +64,158 @@ _NO_ACTION = "Nothing to do; the job continues by itself"
 
 REASON_TEMPLATES: Mapping[str, _ReasonTemplate] = {
     "Suspended": _ReasonTemplate(
-        states="Suspended",
         text="suspended; no process of it runs",
         hint="ringweave resume {job}",
     ),
     "Suspending": _ReasonTemplate(
-        states="Suspended",
         text="suspended, and waits for {nodes} to end",
         hint=_NO_ACTION,
     ),
     "Unschedulable": _ReasonTemplate(
-        states="Pending, Retrying",
         text="waits for capacity for {nodes}: {detail}",
         hint="Free capacity on the platform, ask for fewer workers (ringweave split prints the possible totals), "
         "or run ringweave stop {job}",
     ),
     "CannotStart": _ReasonTemplate(
-        states="Pending, Retrying",
         text="{nodes} cannot start: {detail}",
         hint="Provide the missing resource; the start is tried again. If the job itself has to change, ringweave "
         "delete {job} and submit it again",
     ),
     "MachineUnreachable": _ReasonTemplate(
-        states="Pending, Retrying, Ending, Suspended, Deleting",
         text="the machine of {nodes} does not answer: {detail}",
         hint="Once you know that no process runs there any more, {fix}",
     ),
     "Initializing": _ReasonTemplate(
-        states="Pending",
         text="waits for {nodes} to start: {detail}",
         hint="Nothing to do while an image or files are transferred; if it takes long, look at the platform's own "
         "status",
     ),
     "NotReady": _ReasonTemplate(
-        states="Pending",
         text="waits for {nodes} to be ready; no node starts before all are ready",
         hint="ringweave logs {job} --node {node} shows its output",
     ),
     "Restarting": _ReasonTemplate(
-        states="Retrying",
         text="{detail}; waits for {nodes} to be ready, then all nodes start again, from their last checkpoint if "
         "there is one",
         hint="ringweave logs {job} shows why the node failed; repair a node that fails repeatedly",
     ),
     "Degraded": _ReasonTemplate(
-        states="Running",
         text="{detail}; the other nodes continue, and {nodes} can join them when replaced",
         hint="Nothing to do; ringweave logs {job} --node {node} shows why it failed",
     ),
     "DegradedWithoutRetries": _ReasonTemplate(
-        states="Running",
         text="{detail}; the other nodes continue without {nodes}, which failed more often than max_retries allows",
         hint="Nothing to do; ringweave logs {job} --node {node} shows why it failed",
     ),
     "DeterminingCause": _ReasonTemplate(
-        states="Pending, Starting, Retrying",
         text="{nodes} ended, and the first cause is being determined: {detail}",
         hint="Nothing to do; the decision takes seconds",
     ),
     "BarrierReleased": _ReasonTemplate(
-        states="Starting",
         text="all nodes were ready; waits for {nodes} to start",
         hint=_NO_ACTION,
     ),
     "Completed": _ReasonTemplate(
-        states="Ending, Succeeded",
         text="all nodes finished their iterations",
         hint="ringweave logs {job} shows the results; ringweave delete {job} removes the kept files",
     ),
     "CompletedWithoutNodes": _ReasonTemplate(
-        states="Ending, Succeeded",
         text="all nodes but {nodes} finished their iterations: {detail}",
         hint="ringweave logs {job} shows the results; check the machine of {nodes} before another job gets it",
     ),
     "NonZeroExitCode": _ReasonTemplate(
-        states="Ending, Failed",
         text="the script failed on {nodes}: {detail}; a retry would not fix it",
         hint="Fix the script (ringweave logs {job} --node {node}), then ringweave retry {job}; a script without a "
         "directory was copied: ringweave delete {job}, and submit it again",
     ),
     "BackoffLimitExceeded": _ReasonTemplate(
-        states="Ending, Failed",
         text="{nodes} failed more often than max_retries allows: {detail}",
         hint="Repair the node or leave it out, or raise max_retries, then ringweave retry {job}",
     ),
     "Preempted": _ReasonTemplate(
-        states="Ending, Failed",
         text="preempted {count} times in a row before all nodes were running: {detail}",
         hint="Find out why the platform preempts the job, then ringweave retry {job}",
     ),
     "Stopped": _ReasonTemplate(
-        states="Ending, Stopped",
         text="stopped by a user",
         hint="ringweave retry {job} starts it again, from its last checkpoint",
     ),
     "Deleting": _ReasonTemplate(
-        states="Deleting",
         text="waits for {nodes} to be removed",
         hint="Nothing to do; the name is free when the removal is complete",
     ),
     "NodeUnused": _ReasonTemplate(
-        states="Unused",
         text="the split gives it no workers",
         hint="Nothing to do; a larger total would use it",
     ),
     "NodeSuspended": _ReasonTemplate(
-        states="Waiting",
         text="the job is suspended",
         hint="ringweave resume {job}",
     ),
     "NodeTerminating": _ReasonTemplate(
-        states="Waiting",
         text="waits for the end of its attempt {attempt}: {detail}",
         hint=_NO_ACTION,
     ),
     "NodeNotCreated": _ReasonTemplate(
-        states="Waiting",
         text="waits for its worker group to be created (attempt {attempt})",
         hint=_NO_ACTION,
     ),
     "NodeUnschedulable": _ReasonTemplate(
-        states="Pending",
         text="waits for capacity: {detail}",
         hint="Free capacity on the platform, or ask for fewer workers; ringweave logs {job} --node {node} shows "
         "its output",
     ),
     "NodeInitializing": _ReasonTemplate(
-        states="Pending",
         text="starts: {detail}",
         hint="Nothing to do while its image or files are transferred; if it takes long, look at the platform's "
         "own status",
     ),
     "NodeUnreachable": _ReasonTemplate(
-        states="Waiting, Pending, Ready, Running, Interrupted",
         text="its machine does not answer: {detail}",
         hint="Once you know that no process runs there any more, {fix}",
     ),
     "NodeCannotStart": _ReasonTemplate(
-        states="Pending",
         text="cannot start: {detail}",
         hint="Provide the missing resource; the start is tried again",
     ),
     "NodeAtBarrier": _ReasonTemplate(
-        states="Ready",
         text="ready, and waits for {nodes}",
         hint=_NO_ACTION,
     ),
     "NodeReleased": _ReasonTemplate(
-        states="Ready",
         text="ready, and released to start",
         hint=_NO_ACTION,
     ),
     "NodeRestarting": _ReasonTemplate(
-        states="Interrupted",
         text="waits at the start barrier again, since another node failed",
         hint="Nothing to do; it starts again when all nodes are ready, from the last checkpoint if there is one",
     ),
     "NodeFailing": _ReasonTemplate(
-        states="Failed, Interrupted",
         text="ended: {detail}",
         hint="Nothing to do; the cause is determined within seconds",
     ),
     "NodeCompleted": _ReasonTemplate(
-        states="Succeeded",
         text="finished its iterations",
         hint="ringweave logs {job} --node {node}",
     ),
     "NodeAbandoned": _ReasonTemplate(
-        states="Stopped",
         text="the other nodes finished without it: {detail}",
         hint="Check its machine; ringweave logs {job} --node {node} shows its last iterations",
     ),
     "NodeFailed": _ReasonTemplate(
-        states="Failed",
         text="failed: {detail}",
         hint="ringweave logs {job} --node {node} shows why",
     ),
     "NodeBackoffLimitExceeded": _ReasonTemplate(
-        states="Failed",
         text="failed more often than max_retries allows: {detail}",
         hint="Nothing to do; the other nodes continue without it. ringweave logs {job} --node {node} shows why",
     ),
     "NodeStopped": _ReasonTemplate(
-        states="Stopped",
         text="ended with the job",
         hint="ringweave retry {job}",
     ),
 }
-"""Code -> states, text and hint; `{...}` is filled in. Codes of a node's reasons begin with Node."""
+"""Code -> text and hint; `{...}` is filled in. Codes of a node's reasons begin with Node."""
 
 
 def make_reason(code: str, **words: object) -> Reason:

@@ -1,6 +1,7 @@
 """CPU quotas of a lab's devices: chosen from device speeds, enforced by cgroup v1 or v2.
 
-An ordinary user's groups are in a group that was delegated to the user; where there is none, `duty_cycle.py` stands in.
+An ordinary user's groups are in a group that was delegated to the user; where there is none, `Throttle` of
+`user_namespace.py` stands in.
 
 Source: kernel, Documentation/admin-guide/cgroup-v2.rst (cpu.max) and cgroup-v1 with scheduler/sched-bwc.rst.
 """

@@ -13,10 +13,11 @@ from ringweave.errors import JobError
 from ringweave.jobs import records, verbs
 from ringweave.jobs.records import EndCause, GroupPhase, Job
 from ringweave.jobs.request import DeletionPolicy
-from ringweave.jobs.states import REASON_TEMPLATES, TRANSITIONS, JobState, NodeState
+from ringweave.jobs.states import REASON_TEMPLATES, JobState, NodeState
 from tests import effort
 from tests.fakes.job_runtime import FakeJobRuntime
 from tests.jobs.life import lives
+from tools.reference_pages import REASON_STATES, TRANSITIONS
 
 CAUSES = [EndCause.PLATFORM, EndCause.PROGRAM, EndCause.PEER]
 
@@ -179,7 +180,8 @@ def random_life(chance: random.Random, *, is_elastic: bool) -> FakeJobRuntime:
     return place
 
 
-def test_every_reason_can_be_said() -> None:
-    for code, kind in REASON_TEMPLATES.items():
+def test_every_reason_is_documented_with_states() -> None:
+    assert REASON_STATES.keys() == REASON_TEMPLATES.keys()
+    for code, names in REASON_STATES.items():
         states = {str(state) for state in (NodeState if code.startswith("Node") else JobState)}
-        assert set(kind.states.split(", ")) <= states, code
+        assert set(names.split(", ")) <= states, code

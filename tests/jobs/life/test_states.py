@@ -3,8 +3,9 @@ import pytest
 from ringweave.errors import JobError
 from ringweave.jobs import records
 from ringweave.jobs.records import EndCause, cause_of_exit
-from ringweave.jobs.states import JOB_STATE_TEXTS, TRANSITIONS, JobState
+from ringweave.jobs.states import JobState
 from tests.jobs.life import lives
+from tools.reference_pages import JOB_STATE_TEXTS, TRANSITIONS
 
 
 def test_every_state_is_described_and_has_its_ways() -> None:

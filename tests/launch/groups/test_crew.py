@@ -20,7 +20,7 @@ from ringweave.launcher.supervise import NodePlan, NodeWorkers
 from ringweave.launcher.workers import HostPort, WorkerExit, WorkerProgram
 from ringweave.membership.client import COORDINATOR_SEARCH_S
 from ringweave.membership.member_rules import StopTraining
-from ringweave.platforms.agent import node_layout
+from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.agent_channel import RendezvousResult
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
 from ringweave.platforms.agent.node_round import NodeOutcome, NodeRound, ProgressReader, conclude_elastic_node
@@ -50,7 +50,7 @@ def test_a_server_that_outlives_a_round_that_failed_was_stopped(
     meeting = HostPort(host="127.0.0.1", port=9)
     program = WorkerProgram(target=str(tmp_path / "s.py"))
     opening = RendezvousResult(round=1, master_address=meeting, servers=(meeting,))
-    group = node_layout.node_worker_group(CONFIG, 0, opening, run_dir=run_dir, program=program, cpus=1)
+    group = job_config.node_worker_group(CONFIG, 0, opening, run_dir=run_dir, program=program, cpus=1)
     record = {"attempt": 1, "command": ["s.py"], "world_size": 1, "cluster": {"name": "job"}}
     server = JobServer(
         [SidecarEndpoint(node="a", advertised=meeting)],

@@ -15,7 +15,7 @@ from ringweave.jobs.worker_options import RankOrder, WorkerOptions, assign_ranks
 from ringweave.launcher.outcome import WorkerFailure
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import HostPort, WorkerExit, WorkerProgram
-from ringweave.platforms.agent import agent_channel, job_config, node_layout, node_round
+from ringweave.platforms.agent import agent_channel, job_config, node_round
 from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState, RendezvousResult
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
 from ringweave.platforms.agent.node_round import NodeProgress, ProgressReader
@@ -52,9 +52,9 @@ def test_a_config_of_another_ringweave_is_refused_and_both_formats_are_named(
 def test_each_node_starts_its_part_of_the_whole(config: JobConfig, tmp_path: Path) -> None:
     opening = RendezvousResult(round=3, master_address=MEETING, addresses={"n0": "10.0.0.1", "n2": "10.0.0.3"})
     run_dir = RunDir(root=tmp_path)
-    program = node_layout.worker_program(config, tmp_path)
+    program = job_config.write_worker_program(config, tmp_path)
     assert program == WorkerProgram(target="/home/ann/a/train.py")
-    group = node_layout.node_worker_group(config, 2, opening, run_dir=run_dir, program=program, cpus=2)
+    group = job_config.node_worker_group(config, 2, opening, run_dir=run_dir, program=program, cpus=2)
     assert [worker.global_rank for worker in group.workers] == list(range(10, 15))
     environ = group.workers[1].environ
     expected = {
@@ -72,7 +72,7 @@ def test_each_node_starts_its_part_of_the_whole(config: JobConfig, tmp_path: Pat
         "RINGWEAVE_RUN_DIR": str(tmp_path),
     }
     assert {key: environ[key] for key in expected} == expected
-    cluster = node_layout.build_cluster(config, opening.addresses)
+    cluster = job_config.build_cluster(config, opening.addresses)
     assert [(node.name, node.num_devices, node.address) for node in cluster.nodes] == [
         ("n0", 10, "10.0.0.1"),
         ("n2", 5, "10.0.0.3"),
@@ -88,10 +88,10 @@ def test_the_options_of_the_workers_are_those_of_the_request(tmp_path: Path) -> 
     config = job_config.job_config(job, directory="/home/ann", script_text=None)
     assert job_config.JOB_CONFIG_JSON.parse(job_config.JOB_CONFIG_JSON.dump(config)) == config
     assert (config.ranks_of_node(0), config.ranks_of_node(1), job.ranks_of_node(1)) == ([0, 2], [1, 3], [1, 3])
-    program = node_layout.worker_program(config, tmp_path)
+    program = job_config.write_worker_program(config, tmp_path)
     assert program == WorkerProgram(target="text.train", is_module=True)
     opening = RendezvousResult(round=1, master_address=MEETING)
-    group = node_layout.node_worker_group(config, 1, opening, run_dir=RunDir(root=tmp_path), program=program, cpus=1)
+    group = job_config.node_worker_group(config, 1, opening, run_dir=RunDir(root=tmp_path), program=program, cpus=1)
     assert group.argv == (sys.executable, "-m", "text.train")
     expected = {
         "RINGWEAVE_SCHEDULE": "ring",
@@ -129,12 +129,12 @@ def test_the_node_of_rank_0_gives_the_master_address() -> None:
 
 def test_a_command_runs_without_an_interpreter(tmp_path: Path) -> None:
     config = JobConfig(job="j", device="cpu", mode="auto", nodes=(), command="./run.sh", arguments=("x",))
-    program = node_layout.worker_program(config, tmp_path)
+    program = job_config.write_worker_program(config, tmp_path)
     assert program.argv("python", entry="entry.py") == ("./run.sh", "x")
 
 
 def test_the_link_of_a_node_that_others_reach_by_relays_says_so(config: JobConfig) -> None:
-    cluster = node_layout.build_cluster(config, {"n0": "10.0.0.1", "n2": "127.64.0.9"})
+    cluster = job_config.build_cluster(config, {"n0": "10.0.0.1", "n2": "127.64.0.9"})
     assert [nic.name for node in cluster.nodes for nic in node.nics] == ["lo", "relay"]
 
 
@@ -143,7 +143,7 @@ def test_a_script_that_is_alone_travels(tmp_path: Path) -> None:
     script.write_text("print('é')")
     text = job_config.read_script(script)
     config = JobConfig(job="j", device="cpu", mode="auto", nodes=(), script="train.py", script_text=text)
-    program = node_layout.worker_program(config, tmp_path / "home")
+    program = job_config.write_worker_program(config, tmp_path / "home")
     assert Path(program.target).read_text() == "print('é')"
 
 

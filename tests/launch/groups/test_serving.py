@@ -15,7 +15,7 @@ from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.services import SERVER_IDLE_TIMEOUT_S, JobServer, SidecarEndpoint
 from ringweave.launcher.supervise import NodePlan, NodeWorkers
 from ringweave.launcher.workers import HostPort, WorkerExit, WorkerGroup, WorkerProgram, WorkerState
-from ringweave.platforms.agent import node_layout
+from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.agent_channel import DesiredState, RendezvousResult, RoundOverError
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
 from ringweave.platforms.agent.node_round import NodeRound, RoundServices
@@ -43,11 +43,11 @@ switches:
 
 
 def test_the_server_is_on_the_node_that_is_connected_best() -> None:
-    assert node_layout.server_nodes(CONFIG) == ("a",), "of equals the first"
-    assert node_layout.server_nodes(replace(CONFIG, cluster=RACK)) in (("a",), ("b",))
+    assert job_config.server_nodes(CONFIG) == ("a",), "of equals the first"
+    assert job_config.server_nodes(replace(CONFIG, cluster=RACK)) in (("a",), ("b",))
     described = replace(CONFIG, cluster=RACK.replace("nic: 100", "nic: 10"), min_workers=1)
-    assert node_layout.server_nodes(described) == ("a",), "an elastic job has it where its first coordinator is"
-    assert node_layout.server_nodes(replace(CONFIG, mode="sync")) == ()
+    assert job_config.server_nodes(described) == ("a",), "an elastic job has it where its first coordinator is"
+    assert job_config.server_nodes(replace(CONFIG, mode="sync")) == ()
 
 
 def test_ranks_are_counted_through_the_nodes() -> None:
@@ -56,7 +56,7 @@ def test_ranks_are_counted_through_the_nodes() -> None:
 
 def test_a_described_cluster_keeps_what_the_job_uses_of_it() -> None:
     config = replace(CONFIG, cluster=RACK)
-    cluster = node_layout.build_cluster(config, {"b": "10.0.0.2"})
+    cluster = job_config.build_cluster(config, {"b": "10.0.0.2"})
     assert [(node.name, node.num_devices, node.address) for node in cluster.nodes] == [
         ("a", 2, None),
         ("b", 1, "10.0.0.2"),
@@ -69,7 +69,7 @@ def test_workers_are_told_where_the_server_is(tmp_path: Path) -> None:
     opening = RendezvousResult(
         round=1, master_address=HostPort(host="h", port=1), servers=(HostPort(host="h", port=7),)
     )
-    group = node_layout.node_worker_group(
+    group = job_config.node_worker_group(
         CONFIG, 1, opening, run_dir=RunDir(root=tmp_path), program=WorkerProgram(target="s.py"), cpus=1
     )
     assert group.workers[0].environ["RINGWEAVE_SERVER"] == "h:7"

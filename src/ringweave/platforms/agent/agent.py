@@ -29,7 +29,7 @@ from ringweave.launcher.processes import ProcessContext
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.supervise import ElasticRules, NodePlan, NodeSetup, start_node, with_member
 from ringweave.launcher.workers import WorkerGroup, WorkerProgram, WorkerSpec
-from ringweave.platforms.agent import job_config, node_layout
+from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.agent_channel import (
     AgentChannel,
     AgentStatus,
@@ -277,7 +277,7 @@ class _RoundStarter:
         """Prepare the round's files and services on this node; return the addresses that it offers."""
         run_dir = round_run_dir(self._assignment.home, desired.round)
         (run_dir.root / "logs").mkdir(parents=True, exist_ok=True)
-        self._program = node_layout.worker_program(self._config, self._assignment.home)
+        self._program = job_config.write_worker_program(self._config, self._assignment.home)
         self._write_cluster_file(run_dir, {})
         master_address = self._assignment.node_context.pick_address(self._node)
         return EndpointOffer(master_address=master_address, **self._services.prepare_round(desired, self._stop_reason))
@@ -287,7 +287,7 @@ class _RoundStarter:
         run_dir = round_run_dir(assignment.home, rendezvous.round)
         if rendezvous.addresses:
             self._write_cluster_file(run_dir, rendezvous.addresses)
-        group = node_layout.node_worker_group(
+        group = job_config.node_worker_group(
             self._config,
             assignment.node,
             rendezvous,
@@ -370,7 +370,7 @@ class _RoundStarter:
         return {rank: take(rendezvous.round, f"worker-{rank}", self._stop_reason) for rank in ranks}
 
     def _write_cluster_file(self, run_dir: RunDir, addresses: Mapping[str, str]) -> None:
-        cluster = node_layout.build_cluster(self._config, addresses)
+        cluster = job_config.build_cluster(self._config, addresses)
         run_dir.cluster_file.write_text(topology.dumps(cluster), encoding="utf-8")
 
 

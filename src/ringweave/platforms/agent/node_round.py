@@ -28,7 +28,7 @@ from ringweave.membership.membership_records import REASON_FINISHED
 from ringweave.membership.messages import WHOLE_JOB
 from ringweave.membership.settings import MemberBounds
 from ringweave.param_server.leadership_log import LogServer
-from ringweave.platforms.agent import node_layout
+from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.agent_channel import (
     NUM_SERVER_INCARNATIONS,
     AgentChannel,
@@ -242,7 +242,7 @@ class RoundServices:
         """
         self._config, self._node, self._node_context = config, node, node_context
         self._channel, self._host = channel, host
-        self._server_nodes = node_layout.server_nodes(config)
+        self._server_nodes = job_config.server_nodes(config)
         self._prepared: _PreparedRound | None = None
 
     def prepare_round(self, desired: DesiredState, stop_reason: StopReason = never_stop) -> dict[str, HostPort]:

@@ -16,7 +16,7 @@ from ringweave.jobs.advance import is_finished, with_pending_retry
 from ringweave.jobs.records import DesiredJobState, Job
 from ringweave.jobs.request import JobRequest
 from ringweave.platforms import api, job_logs, submission
-from ringweave.platforms.agent import job_config, node_layout
+from ringweave.platforms.agent import job_config
 from ringweave.platforms.api import JobView, LogLine, LogQuery, Platform, RenderedObject, Submission, Tombstones
 from ringweave.platforms.local import supervisor
 from ringweave.platforms.local.job_folder import REGISTRY, job_folder
@@ -59,7 +59,7 @@ class LocalPlatform(Platform):
         job = self._admit(request, self._registry.rivals(request))  # before any file that it names is read
         origin = submission.create_origin(request, base, self._environ, script_text)
         origin = replace(origin, cluster=submission.lab_cluster_text(request))
-        node_layout.build_cluster(
+        job_config.build_cluster(
             job_config.job_config(job, directory=None, script_text=None, cluster=origin.cluster), {}
         )
         entry = LocalRegistryEntry(id=f"{request.name}-{secrets.token_hex(4)}", job=job, origin=origin)
@@ -174,7 +174,7 @@ def open_service(environ: Mapping[str, str]) -> LocalPlatform:
 def _rendered_objects(entry: LocalRegistryEntry) -> tuple[RenderedObject, ...]:
     job, origin = entry.job, entry.origin
     config = origin.config(job)
-    cluster = topology.dumps(node_layout.build_cluster(config, {}))
+    cluster = topology.dumps(job_config.build_cluster(config, {}))
     return (
         RenderedObject(name="config.json", text=job_config.JOB_CONFIG_JSON.dump(config)),
         RenderedObject(name="cluster.yaml", text=cluster),

@@ -13,7 +13,7 @@ from ringweave.jobs.admission import AccessPolicy, PermissionCache
 from ringweave.jobs.records import Job
 from ringweave.jobs.request import JobRequest
 from ringweave.platforms import api, job_logs, submission
-from ringweave.platforms.agent import job_config, node_layout
+from ringweave.platforms.agent import job_config
 from ringweave.platforms.api import JobView, LogLine, LogQuery, Platform, RenderedObject, Submission, Tombstones
 from ringweave.platforms.slurm import allocation, batch_script
 from ringweave.platforms.slurm.allocation import AllocationMonitor, MonitoredJob
@@ -67,7 +67,7 @@ class SlurmPlatform(Platform):
         def make(there: Sequence[Job]) -> SlurmRegistryEntry:
             job = self._admit(request, there)
             batch_script.check_feasible(job, hosts)
-            node_layout.build_cluster(job_config.job_config(job, directory=None, script_text=None), {})
+            job_config.build_cluster(job_config.job_config(job, directory=None, script_text=None), {})
             components = batch_script.allocation_components(job, {host.name for host in hosts})
             job_id = f"{request.name}-{secrets.token_hex(4)}"
             return SlurmRegistryEntry(id=job_id, job=job, origin=origin, components=components)
