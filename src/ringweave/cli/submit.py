@@ -67,7 +67,6 @@ def plan_job(request: JobRequest, job: JobView, *, has_network: bool = True) -> 
         job: The admitted job.
         has_network: Plan rings, leaders and schedule, which takes a third of a second of processor time.
     """
-
     used = [(index, node) for index, node in enumerate(job.nodes) if node.workers]
     config = JobConfig(
         job=job.name,

@@ -9,25 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ringweave.jobs import failures as jobs_failures
+from ringweave.jobs import records
 from ringweave.jobs.advance import advance_record, should_run, ttl_expiry_s
-from ringweave.jobs.records import (
-    CreateConfig,
-    CreateGroup,
-    DeleteConfig,
-    DeleteGroup,
-    ForgetJob,
-    Job,
-    JobAction,
-    JobEvent,
-    JobRecord,
-    ObservedGroup,
-    ObservedJobState,
-    ReleaseBarrier,
-    RequeueAt,
-    RestartGroup,
-    SaveRecord,
-    StopGroup,
-)
+from ringweave.jobs.records import Job, JobAction, JobRecord, ObservedGroup, ObservedJobState
 from ringweave.jobs.request import DeletionPolicy
 from ringweave.jobs.states import JobState
 
@@ -46,11 +30,11 @@ def reconcile(job: Job, observed: ObservedJobState, now: float) -> tuple[JobActi
     record = advance_record(job, observed, now)
     actions: list[JobAction] = []
     if record != job.record:
-        actions.append(SaveRecord(record=record, events=tuple(_new_events(job, record))))
+        actions.append(records.SaveRecord(record=record, events=tuple(_new_events(job, record))))
     actions += _converge(job, record, observed)
     requeue_s = _next_requeue_s(replace(job, record=record), observed, now)
     if requeue_s is not None:
-        actions.append(RequeueAt(at_s=requeue_s))
+        actions.append(records.RequeueAt(at_s=requeue_s))
     return tuple(actions)
 
 
@@ -68,14 +52,14 @@ def _converge(job: Job, record: JobRecord, observed: ObservedJobState) -> Iterat
         yield from _delete_groups(kept)
     if not should_run(job, record) and not observed.groups:
         if observed.has_config:
-            yield DeleteConfig()
+            yield records.DeleteConfig()
         elif record.deleting:
-            yield ForgetJob()
+            yield records.ForgetJob()
 
 
-def _delete_groups(groups: Iterable[ObservedGroup]) -> Iterator[DeleteGroup]:
+def _delete_groups(groups: Iterable[ObservedGroup]) -> Iterator[records.DeleteGroup]:
     """Yield deletions of groups that are not terminating already."""
-    return (DeleteGroup(node=group.node, attempt=group.attempt) for group in groups if not group.is_terminating)
+    return (records.DeleteGroup(node=group.node, attempt=group.attempt) for group in groups if not group.is_terminating)
 
 
 def _run_groups(
@@ -83,7 +67,7 @@ def _run_groups(
 ) -> Iterator[JobAction]:
     groups = {group.node: group for group in kept}
     if observed.is_config_incomplete or not observed.has_config:
-        yield CreateConfig(counts=job.counts)
+        yield records.CreateConfig(counts=job.counts)
     job_is_finishing = jobs_failures.is_finishing(job, record, {(group.node, group.attempt): group for group in kept})
     for node in job.used_nodes:
         known, group = record.nodes[node], groups.get(node)
@@ -93,13 +77,15 @@ def _run_groups(
             yield from _delete_groups([group] if group else [])
         elif group is None:
             if not job_is_finishing:
-                yield CreateGroup(node=node, attempt=known.attempt, workers=job.counts[node], round=record.round)
+                yield records.CreateGroup(
+                    node=node, attempt=known.attempt, workers=job.counts[node], round=record.round
+                )
         elif (
             max(group.round, group.requested_round) < record.round and group.phase.is_alive and not group.is_terminating
         ):
-            yield RestartGroup(node=node, attempt=known.attempt, round=record.round)
+            yield records.RestartGroup(node=node, attempt=known.attempt, round=record.round)
     if observed.released_round < record.round and _is_barrier_full(job, record, observed, groups):
-        yield ReleaseBarrier(round=record.round)
+        yield records.ReleaseBarrier(round=record.round)
 
 
 def _is_barrier_full(job: Job, record: JobRecord, observed: ObservedJobState, groups: dict[int, ObservedGroup]) -> bool:
@@ -128,10 +114,10 @@ def _clean_up(job: Job, record: JobRecord, kept: list[ObservedGroup]) -> Iterato
             yield from _stop_groups([group])
 
 
-def _stop_groups(groups: Iterable[ObservedGroup]) -> Iterator[StopGroup]:
+def _stop_groups(groups: Iterable[ObservedGroup]) -> Iterator[records.StopGroup]:
     """Yield stops of groups that are alive and not terminating already."""
     alive = [group for group in groups if group.phase.is_alive and not group.is_terminating]
-    return (StopGroup(node=group.node, attempt=group.attempt) for group in alive)
+    return (records.StopGroup(node=group.node, attempt=group.attempt) for group in alive)
 
 
 def _keeps_group(job: Job, record: JobRecord, node: int) -> bool:
@@ -153,7 +139,7 @@ def _next_requeue_s(job: Job, observed: ObservedJobState, now: float) -> float |
     return ttl_expiry_s(job, job.record)
 
 
-def _new_events(job: Job, record: JobRecord) -> Iterator[JobEvent]:
+def _new_events(job: Job, record: JobRecord) -> Iterator[records.JobEvent]:
     """Yield the events of the step from the job's record to this one."""
     for node in job.used_nodes:
         before, after = job.record.nodes[node], record.nodes[node]
@@ -161,16 +147,18 @@ def _new_events(job: Job, record: JobRecord) -> Iterator[JobEvent]:
         if after.ended is not None and before.ended is None:
             key = f"node{node}/attempt{after.attempt}/ended"
             text = f"node {name}, attempt {after.attempt}: {after.ended.text}"
-            yield JobEvent(key=key, kind=f"Attempt{after.ended.cause}", text=text)
+            yield records.JobEvent(key=key, kind=f"Attempt{after.ended.cause}", text=text)
         if after.seen and (not before.seen or after.attempt != before.attempt):
             key = f"node{node}/attempt{after.attempt}/started"
-            yield JobEvent(key=key, kind="AttemptStarted", text=f"node {name}, attempt {after.attempt} was created")
+            yield records.JobEvent(
+                key=key, kind="AttemptStarted", text=f"node {name}, attempt {after.attempt} was created"
+            )
     attempts = ".".join(str(known.attempt) for known in record.nodes)
     if record.loss is not None and record.loss != job.record.loss:
-        yield JobEvent(
+        yield records.JobEvent(
             key=f"degraded/{attempts}", kind="Degraded", text=f"{record.loss.text}; the other nodes continue"
         )
     if record.state is not job.record.state:
         text = str(record.reason) if record.reason else "all nodes are running"
         when = f"round{record.round}" if job.request.elastic is None else f"round{record.round}/{attempts}"
-        yield JobEvent(key=f"run{record.run}/{when}/{record.state}", kind=str(record.state), text=text)
+        yield records.JobEvent(key=f"run{record.run}/{when}/{record.state}", kind=str(record.state), text=text)

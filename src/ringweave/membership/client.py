@@ -9,22 +9,12 @@ from typing import Protocol
 
 from ringweave import rpc
 from ringweave.errors import RpcError
+from ringweave.membership import messages
 from ringweave.membership.election import Rejoin
 from ringweave.membership.failure_detector import HEARTBEAT_INTERVAL_S, CoordinatorMonitor, Heartbeat
 from ringweave.membership.member_rules import BeginGeneration, MemberRules, PauseTraining, StopTraining
 from ringweave.membership.membership_records import GenerationId, Membership, MemberStatus
-from ringweave.membership.messages import (
-    WHOLE_JOB,
-    CoordinatorStatus,
-    CoordinatorStatusRequest,
-    FailureReport,
-    HeartbeatReport,
-    Join,
-    LeaveMembership,
-    MembershipWatch,
-    StatusReport,
-    WatchUpdate,
-)
+from ringweave.membership.messages import WHOLE_JOB
 
 
 class CoordinatorConnector:
@@ -169,8 +159,8 @@ class CoordinatorProbe:
 
     def _is_coordinator_active(self) -> bool:
         with self._connector.connect_new(self._coordinator_index, self._patience_s) as client:
-            count = client.call(CoordinatorStatusRequest(), timeout_s=self._patience_s).message
-        assert isinstance(count, CoordinatorStatus), "the class of the reply"
+            count = client.call(messages.CoordinatorStatusRequest(), timeout_s=self._patience_s).message
+        assert isinstance(count, messages.CoordinatorStatus), "the class of the reply"
         term = count.parts.get(self._part, 0) if self._part != WHOLE_JOB else count.term if count.is_active else 0
         return term >= self._min_term
 
@@ -229,7 +219,7 @@ class MembershipClient:
         listener: MembershipListener,
         heartbeat: Callable[[], Heartbeat],
         *,
-        join: Join | None = None,
+        join: messages.Join | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Store the arguments.
@@ -244,13 +234,13 @@ class MembershipClient:
             clock: Returns seconds.
         """
         self._connector = CoordinatorConnector(addresses, authentication)
-        self._join_request = join or Join()
+        self._join_request = join or messages.Join()
         self._listener, self._read_heartbeat, self._clock = listener, heartbeat, clock
         self._rules = MemberRules(member)
         self._membership: Membership | None = None
         self._pending_proposal: GenerationId | None = None
         self._is_in_generation = True
-        self._failure_report: FailureReport | None = None
+        self._failure_report: messages.FailureReport | None = None
         self._is_leaving = False
         self._client: rpc.RpcClient | None = None
         self._is_connected_to_active = False
@@ -279,14 +269,14 @@ class MembershipClient:
 
     def report_failure(self, generation_id: GenerationId, suspects: Sequence[str]) -> None:
         """Report that the generation is broken; resent to every other coordinator until there is another generation."""
-        failure_report = FailureReport(generation_id=generation_id, suspects=list(suspects))
+        failure_report = messages.FailureReport(generation_id=generation_id, suspects=list(suspects))
         if self._membership is None or generation_id >= self._membership.generation_id:
             self._failure_report = failure_report
         self._send(failure_report)
 
     def leave_membership(self, *, is_finished: bool) -> None:
         """Leave: at the next step boundary, or at once if finished; then wait until a coordinator has confirmed it."""
-        leave = LeaveMembership(status=self._listener.current_status(), is_finished=is_finished)
+        leave = messages.LeaveMembership(status=self._listener.current_status(), is_finished=is_finished)
         self._is_leaving = not is_finished
         deadline_s = self._clock() + _LEAVE_TIMEOUT_S
         while not self._send(leave) and is_finished and self._clock() < deadline_s and not self._stopped.is_set():
@@ -308,7 +298,7 @@ class MembershipClient:
                 thread.join(timeout_s)
 
     def _send_status(self, generation_id: GenerationId, status: MemberStatus) -> None:
-        self._send(StatusReport(generation_id=generation_id, status=status))
+        self._send(messages.StatusReport(generation_id=generation_id, status=status))
 
     def _send(self, message: rpc.RpcMessage) -> bool:
         """Send a message; return whether it arrived. If not, drop the connection: the next call starts afresh."""
@@ -327,7 +317,7 @@ class MembershipClient:
         if self._failure_report is not None:
             self._send(self._failure_report)
         if self._is_leaving:
-            self._send(LeaveMembership(status=self._listener.current_status(), is_finished=False))
+            self._send(messages.LeaveMembership(status=self._listener.current_status(), is_finished=False))
 
     def _run(self, run: Callable[[], None]) -> None:
         """Run a thread's function. If it fails, this member leaves, because others would wait for it forever."""
@@ -361,7 +351,9 @@ class MembershipClient:
                         self._monitor.note_answer(self._clock(), is_active=self._is_connected_to_active)
                 in_flight = (
                     client,
-                    client.start(HeartbeatReport(heartbeat=self._last_heartbeat), timeout_s=2 * CALL_TIMEOUT_S),
+                    client.start(
+                        messages.HeartbeatReport(heartbeat=self._last_heartbeat), timeout_s=2 * CALL_TIMEOUT_S
+                    ),
                 )
             except RpcError:
                 self._drop_connection(client)
@@ -389,18 +381,18 @@ class MembershipClient:
                     continue
                 self._resend_requests()
             try:
-                update = client.call(MembershipWatch(revision=revision), timeout_s=2 * CALL_TIMEOUT_S).message
+                update = client.call(messages.MembershipWatch(revision=revision), timeout_s=2 * CALL_TIMEOUT_S).message
             except RpcError:
                 self._drop_connection(client)
                 continue
-            assert isinstance(update, WatchUpdate), "the class of the reply"
+            assert isinstance(update, messages.WatchUpdate), "the class of the reply"
             if not update.is_active:  # another coordinator is known to be active
                 self._drop_connection(client)
                 continue
             revision = update.revision
             self._apply_update(update)
 
-    def _apply_update(self, update: WatchUpdate) -> None:
+    def _apply_update(self, update: messages.WatchUpdate) -> None:
         for action in self._rules.apply_directive(update.directive):
             match action:
                 case PauseTraining():
@@ -481,8 +473,8 @@ class MembershipClient:
             self._connector, self._coordinator_index + 1, part=part, min_term=least_term, patience_s=patience_s
         ) as previous:
             while self._clock() - since_s < _TAKEOVER_WAIT_S and not previous.is_active:
-                update = client.call(MembershipWatch(revision=0), timeout_s=2 * CALL_TIMEOUT_S).message
-                assert isinstance(update, WatchUpdate), "the class of the reply"
+                update = client.call(messages.MembershipWatch(revision=0), timeout_s=2 * CALL_TIMEOUT_S).message
+                assert isinstance(update, messages.WatchUpdate), "the class of the reply"
                 if update.is_active:
                     with self._lock:
                         self._is_connected_to_active = True

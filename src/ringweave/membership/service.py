@@ -17,6 +17,7 @@ from typing import Any
 
 from ringweave import rpc
 from ringweave.errors import RefusedError, RpcError, explain
+from ringweave.membership import messages
 from ringweave.membership.coordinator import Coordinator
 from ringweave.membership.membership_records import (
     NO_GENERATION,
@@ -25,19 +26,7 @@ from ringweave.membership.membership_records import (
     Membership,
     MemberStatus,
 )
-from ringweave.membership.messages import (
-    STARTUP_RENDEZVOUS,
-    WHOLE_JOB,
-    CoordinatorStatus,
-    CoordinatorStatusRequest,
-    FailureReport,
-    HeartbeatReport,
-    Join,
-    LeaveMembership,
-    MembershipWatch,
-    StatusReport,
-    WatchUpdate,
-)
+from ringweave.membership.messages import STARTUP_RENDEZVOUS, WHOLE_JOB, CoordinatorStatus
 from ringweave.membership.settings import MemberBounds, MembershipSettings
 from ringweave.rpc import Ack, Identity, RpcCall, RpcHandler, RpcMessage, RpcReply
 
@@ -175,13 +164,13 @@ class CoordinatorService:
 
     def handlers(self) -> list[RpcHandler]:
         return [
-            RpcHandler(message=Join, handle=self._join),
-            RpcHandler(message=MembershipWatch, handle=self._watch),
-            RpcHandler(message=HeartbeatReport, handle=self._record_heartbeat, is_quick=True),
-            RpcHandler(message=StatusReport, handle=self._report_status),
-            RpcHandler(message=FailureReport, handle=self._report_failure),
-            RpcHandler(message=LeaveMembership, handle=self._request_leave),
-            RpcHandler(message=CoordinatorStatusRequest, handle=lambda _: self.status()),
+            RpcHandler(message=messages.Join, handle=self._join),
+            RpcHandler(message=messages.MembershipWatch, handle=self._watch),
+            RpcHandler(message=messages.HeartbeatReport, handle=self._record_heartbeat, is_quick=True),
+            RpcHandler(message=messages.StatusReport, handle=self._report_status),
+            RpcHandler(message=messages.FailureReport, handle=self._report_failure),
+            RpcHandler(message=messages.LeaveMembership, handle=self._request_leave),
+            RpcHandler(message=messages.CoordinatorStatusRequest, handle=lambda _: self.status()),
         ]
 
     def dispatch(self, call: RpcCall) -> RpcReply | RpcMessage:
@@ -290,7 +279,7 @@ class CoordinatorService:
         _check_sender(member, rejoin.status)
         return self._apply_event(lambda now_s: self._coordinator.rejoin(rejoin, now_s))
 
-    def _watch(self, call: RpcCall) -> WatchUpdate:
+    def _watch(self, call: RpcCall) -> messages.WatchUpdate:
         member, known_revision = call.peer.name, call.message.revision
         with self._changed:
             self._directives.setdefault(member, (1, self._coordinator.directive_for(member)))
@@ -300,7 +289,7 @@ class CoordinatorService:
             revision, directive = self._directives[member]
             # A member that paused while this one stepped down and became active again must ask anew, or it hangs.
             is_active = self._coordinator.is_active and self._coordinator.knows_member(member)
-            return WatchUpdate(revision=revision, is_active=is_active, directive=directive)
+            return messages.WatchUpdate(revision=revision, is_active=is_active, directive=directive)
 
     def _record_heartbeat(self, call: RpcCall) -> Ack:
         return self._apply_silently(
@@ -320,7 +309,7 @@ class CoordinatorService:
         )
 
     def _report_failure(self, call: RpcCall) -> Ack:
-        message: FailureReport = call.message
+        message: messages.FailureReport = call.message
         return self._apply_event(
             lambda now_s: self._coordinator.report_failure(
                 call.peer.name, message.generation_id, message.suspects, now_s
@@ -328,7 +317,7 @@ class CoordinatorService:
         )
 
     def _request_leave(self, call: RpcCall) -> Ack:
-        message: LeaveMembership = call.message
+        message: messages.LeaveMembership = call.message
         _check_sender(call.peer.name, message.status)
         return self._apply_event(
             lambda now_s: self._coordinator.request_leave(message.status, now_s, is_finished=message.is_finished)
@@ -392,12 +381,17 @@ class CoordinatorSet:
     def handlers(self) -> list[RpcHandler]:
         forwarded = [
             RpcHandler(message=each, handle=self._forward)
-            for each in (MembershipWatch, StatusReport, FailureReport, LeaveMembership)
+            for each in (
+                messages.MembershipWatch,
+                messages.StatusReport,
+                messages.FailureReport,
+                messages.LeaveMembership,
+            )
         ]
-        forwarded.append(RpcHandler(message=HeartbeatReport, handle=self._forward, is_quick=True))
+        forwarded.append(RpcHandler(message=messages.HeartbeatReport, handle=self._forward, is_quick=True))
         return [
-            RpcHandler(message=Join, handle=self._join),
-            RpcHandler(message=CoordinatorStatusRequest, handle=self._report_status),
+            RpcHandler(message=messages.Join, handle=self._join),
+            RpcHandler(message=messages.CoordinatorStatusRequest, handle=self._report_status),
             *forwarded,
         ]
 
@@ -472,13 +466,13 @@ class CoordinatorSet:
             return self._services[self._part_of.get(member, WHOLE_JOB)]
 
     def _join(self, call: RpcCall) -> Any:
-        message: Join = call.message
+        message: messages.Join = call.message
         with self._lock:
             service = self._services.get(message.part) or self._add_part(message)
             self._part_of[call.peer.name] = message.part
         return service.dispatch(call)
 
-    def _add_part(self, message: Join) -> CoordinatorService:
+    def _add_part(self, message: messages.Join) -> CoordinatorService:
         """Add the coordinator of a part for the first member that joins it; with the lock held."""
         if len(self._services) > _MAX_PARTS:
             raise RefusedError(
@@ -578,7 +572,7 @@ class OtherCoordinatorPoller:
             host, port, self._authentication, role="coordinator", timeout_s=_POLL_TIMEOUT_S
         ) as client:
             while not self._stopped.is_set():
-                status = client.call(CoordinatorStatusRequest(), timeout_s=_POLL_TIMEOUT_S).message
+                status = client.call(messages.CoordinatorStatusRequest(), timeout_s=_POLL_TIMEOUT_S).message
                 assert isinstance(status, CoordinatorStatus), "the class of the reply"
                 self._on_status(status)
                 self._stopped.wait(_POLL_INTERVAL_S)

@@ -28,15 +28,8 @@ from ringweave.membership.membership_records import REASON_FINISHED
 from ringweave.membership.messages import WHOLE_JOB
 from ringweave.membership.settings import MemberBounds
 from ringweave.param_server.leadership_log import LogServer
-from ringweave.platforms.agent import job_config
-from ringweave.platforms.agent.agent_channel import (
-    NUM_SERVER_INCARNATIONS,
-    AgentChannel,
-    DesiredState,
-    RendezvousResult,
-    StopReason,
-    never_stop,
-)
+from ringweave.platforms.agent import agent_channel, job_config
+from ringweave.platforms.agent.agent_channel import AgentChannel, DesiredState, RendezvousResult
 from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.rpc import CertificateAuthority, Credentials
 from ringweave.telemetry import Event
@@ -245,7 +238,9 @@ class RoundServices:
         self._server_nodes = job_config.server_nodes(config)
         self._prepared: _PreparedRound | None = None
 
-    def prepare_round(self, desired: DesiredState, stop_reason: StopReason = never_stop) -> dict[str, HostPort]:
+    def prepare_round(
+        self, desired: DesiredState, stop_reason: agent_channel.StopReason = agent_channel.never_stop
+    ) -> dict[str, HostPort]:
         """Return the addresses of the round's `server` and `coordinator` here; empty if this node has neither.
 
         The node of the server or, in an elastic job, its first node also issues the credentials of all processes of the
@@ -362,7 +357,7 @@ class RoundServices:
         """
         is_elastic = self._config.min_workers is not None
         num_elastic = self._channel.num_incarnations(self._config.world_size)
-        incarnations = range(num_elastic if is_elastic else NUM_SERVER_INCARNATIONS)
+        incarnations = range(num_elastic if is_elastic else agent_channel.NUM_SERVER_INCARNATIONS)
         issued = {
             f"worker-{rank}": [
                 authority.issue("worker", f"{rank}.{incarnation}" if is_elastic else str(rank))

@@ -27,19 +27,8 @@ from ringweave.param_server.leadership_log import LogAnswer, RoundLeadership
 from ringweave.platforms import job_logs
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.api import EventLines, LogQuery
-from ringweave.platforms.hosts import join_protocol
-from ringweave.platforms.hosts.messages import (
-    HOST_ROLE,
-    FetchFiles,
-    HostAction,
-    HostReport,
-    JoinRequest,
-    LeadershipAnswer,
-    LeadershipRequest,
-    LogPieces,
-    ReadLogs,
-    RunStatus,
-)
+from ringweave.platforms.hosts import join_protocol, messages
+from ringweave.platforms.hosts.messages import HOST_ROLE, HostReport
 from ringweave.platforms.hosts.quorum_election import Ballot
 from ringweave.platforms.hosts.run_entry import HostConfig, HostFolder, RunEntry, hosts_state_folder
 from ringweave.platforms.local import job_folder
@@ -89,7 +78,7 @@ class HostJobRuntime:
             statuses=tuple(statuses),
         )
 
-    def apply(self, action: HostAction) -> None:
+    def apply(self, action: messages.HostAction) -> None:
         """Apply an action of the leader.
 
         Raises:
@@ -99,7 +88,7 @@ class HostJobRuntime:
         with self._lock:
             self._apply(action)
 
-    def _apply(self, action: HostAction) -> None:
+    def _apply(self, action: messages.HostAction) -> None:
         if action.name in _GROUP_ACTIONS:
             self._inner.apply(_GROUP_ACTIONS[action.name](**action.fields))
         elif action.name == "CreateConfig":
@@ -116,7 +105,7 @@ class HostJobRuntime:
         folder = self._secrets(round_)
         return {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.json"))}
 
-    def _release_barrier(self, action: HostAction) -> None:
+    def _release_barrier(self, action: messages.HostAction) -> None:
         """Keep the credentials of this host's own processes, then publish the rendezvous result."""
         rendezvous = agent_channel.RENDEZVOUS_JSON.parse(action.rendezvous)
         if action.secrets:
@@ -198,7 +187,7 @@ def connection_problem(address: str, port: int, *, timeout_s: float) -> str:
     return ""
 
 
-def find_joiner_problem(request: JoinRequest) -> str:
+def find_joiner_problem(request: messages.JoinRequest) -> str:
     """Return the text for a joiner that cannot be called; empty if it can, or if it asks for a relayed address."""
     if is_relayed(request.address):
         return ""
@@ -335,15 +324,17 @@ class HostLogReader:
         self._folder = folder
         self._clients: dict[int, rpc.RpcClient] = {}
 
-    def read(self, host: int, positions: Mapping[str, str], events: EventLines = "none") -> tuple[LogPieces, bytes]:
+    def read(
+        self, host: int, positions: Mapping[str, str], events: EventLines = "none"
+    ) -> tuple[messages.LogPieces, bytes]:
         """Return the new text of the logs of a host; none if it does not answer, or has not joined."""
-        message = ReadLogs(positions=dict(positions), events=events)
+        message = messages.ReadLogs(positions=dict(positions), events=events)
         try:
             reply = self._client(host).call(message, timeout_s=LOCAL_CALL_TIMEOUT_S)
         except (RpcError, OSError):
             self._clients.pop(host, None)
-            return LogPieces(), b""
-        assert isinstance(reply.message, LogPieces)
+            return messages.LogPieces(), b""
+        assert isinstance(reply.message, messages.LogPieces)
         return reply.message, bytes(reply.buffers[0])
 
     def fetch(self, host: int) -> bytes:
@@ -353,7 +344,7 @@ class HostLogReader:
             LaunchError: It does not answer.
         """
         try:
-            return bytes(self._client(host).call(FetchFiles(), timeout_s=FETCH_TIMEOUT_S).buffers[0])
+            return bytes(self._client(host).call(messages.FetchFiles(), timeout_s=FETCH_TIMEOUT_S).buffers[0])
         except (RpcError, OSError) as error:
             self._clients.pop(host, None)
             raise LaunchError(str(error)) from error
@@ -394,7 +385,7 @@ def archive_files(folder: HostFolder) -> bytes:
     return buffer.getvalue()
 
 
-def call_service(folder: HostFolder, message: rpc.RpcMessage) -> RunStatus | None:
+def call_service(folder: HostFolder, message: rpc.RpcMessage) -> messages.RunStatus | None:
     """Call the service of a run on this host; None if it does not run.
 
     Raises:
@@ -406,7 +397,7 @@ def call_service(folder: HostFolder, message: rpc.RpcMessage) -> RunStatus | Non
         raise (JobError if error.error == "JobError" else LaunchError)(str(error)) from error
     except (RpcError, OSError):
         return None
-    assert isinstance(answer, RunStatus)
+    assert isinstance(answer, messages.RunStatus)
     return answer
 
 
@@ -420,8 +411,8 @@ def _call_own_service(folder: HostFolder, message: rpc.RpcMessage, timeout_s: fl
 
 
 def commit_leadership(
-    message: LeadershipRequest, change_entry: Callable[[Callable[[RunEntry], RunEntry]], None]
-) -> LeadershipAnswer:
+    message: messages.LeadershipRequest, change_entry: Callable[[Callable[[RunEntry], RunEntry]], None]
+) -> messages.LeadershipAnswer:
     """Append a leadership record to the run's entry if it is the next one, and return the latest; None only reads.
 
     The entry keeps the latest record of the latest round alone, and a quorum of the hosts has it. A record counts as
@@ -448,7 +439,7 @@ def commit_leadership(
     change_entry(change)
     latest = answers[-1].latest
     text = None if latest is None else leadership_log.dump_record(latest)
-    return LeadershipAnswer(record=text, is_appended=answers[-1].is_appended)
+    return messages.LeadershipAnswer(record=text, is_appended=answers[-1].is_appended)
 
 
 class HostLeadershipLog:
@@ -464,13 +455,13 @@ class HostLeadershipLog:
     def append(self, record: LeadershipRecord) -> bool:
         return self._call(leadership_log.dump_record(record)).is_appended
 
-    def _call(self, record: str | None) -> LeadershipAnswer:
-        message = LeadershipRequest(round=self._round, record=record)
+    def _call(self, record: str | None) -> messages.LeadershipAnswer:
+        message = messages.LeadershipRequest(round=self._round, record=record)
         try:
             answer = _call_own_service(self._folder, message, LEADERSHIP_TIMEOUT_S)
         except (RingweaveError, OSError) as error:
             do = "Nothing: it is asked again; a run needs a quorum of its hosts to change the leading server"
             expected = "an answer of the host service"
             raise leadership_log.log_error(str(error), expected=expected, do=do) from error
-        assert isinstance(answer, LeadershipAnswer)
+        assert isinstance(answer, messages.LeadershipAnswer)
         return answer

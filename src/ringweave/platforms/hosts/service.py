@@ -23,33 +23,11 @@ from ringweave.files import rotation
 from ringweave.jobs import verbs
 from ringweave.jobs.advance import is_finished
 from ringweave.launcher.run_dir import software_versions
-from ringweave.platforms.hosts import host_runtime, join_protocol, quorum_election
+from ringweave.platforms.hosts import host_runtime, join_protocol, messages, quorum_election
 from ringweave.platforms.hosts.controller import HOST_LOST_S, VOTER_LOST_S, HostView, RunController
 from ringweave.platforms.hosts.host_runtime import HostJobRuntime
 from ringweave.platforms.hosts.join_protocol import JoinListener, print_refusal
-from ringweave.platforms.hosts.messages import (
-    COMMAND_ROLE,
-    HOST_ROLE,
-    FetchFiles,
-    FileBytes,
-    HostAction,
-    HostAnswer,
-    HostReport,
-    JoinAnswer,
-    JoinRequest,
-    LeaderContact,
-    LeadershipRequest,
-    LogPieces,
-    ReadFile,
-    ReadLogs,
-    RoundSecrets,
-    RunStatus,
-    RunStatusRequest,
-    RunVerb,
-    TakeSecrets,
-    VoteAnswer,
-    VoteRequest,
-)
+from ringweave.platforms.hosts.messages import COMMAND_ROLE, HOST_ROLE, HostAction, HostAnswer, HostReport
 from ringweave.platforms.hosts.quorum_election import EntryVersion, Leadership, is_quorum
 from ringweave.platforms.hosts.run_entry import ENTRY_JSON, HostFolder, RunEntry, StaleEntryError
 from ringweave.platforms.hosts.script_files import FileOffer
@@ -143,7 +121,7 @@ class LeaderLink:
     def _contact(self, client: RpcClient, wait_s: float) -> None:
         entry, sent_s = self._service.entry, time.monotonic()
         text = ENTRY_JSON.dump(entry) if self.entry_version != entry.version else None
-        message = LeaderContact(
+        message = messages.LeaderContact(
             term=self._term,
             leader=self._service.index,
             entry=text,
@@ -271,9 +249,9 @@ class HostService:
         """Return the credentials that an agent of this host has issued."""
         if host == self.index:
             return self._runtime.take_secrets(round_)
-        message = TakeSecrets(term=self._links_term, leader=self.index, round=round_)
+        message = messages.TakeSecrets(term=self._links_term, leader=self.index, round=round_)
         answer = self._links[host].call(message, ACTION_TIMEOUT_S)
-        assert isinstance(answer, RoundSecrets)
+        assert isinstance(answer, messages.RoundSecrets)
         return answer.files
 
     def forget_run(self) -> None:
@@ -387,7 +365,7 @@ class HostService:
         """Stand for election if a quorum would vote for this host."""
         with self._lock:
             term = self._leadership.ballot.term + 1
-            trial = VoteRequest(term=term, candidate=self.index, version=self.entry.version, is_trial=True)
+            trial = messages.VoteRequest(term=term, candidate=self.index, version=self.entry.version, is_trial=True)
         willing = {self.index, *self._ask_votes(trial)}
         with self._lock:
             if self._leadership.ballot.term + 1 != term or not self._leadership.should_stand(self._clock()):
@@ -405,7 +383,7 @@ class HostService:
         if self._leadership.is_leader:
             print(f"leads in term {term}", file=sys.stderr, flush=True)
 
-    def _ask_votes(self, message: VoteRequest) -> list[int]:
+    def _ask_votes(self, message: messages.VoteRequest) -> list[int]:
         """Ask the other voters at the same time; return those that agree within `VOTE_TIMEOUT_S`."""
         agreed: list[int] = []
         threads = [
@@ -420,7 +398,7 @@ class HostService:
             thread.join(max(0.0, deadline_s - self._clock()))
         return list(agreed)
 
-    def _ask_vote(self, host: int, message: VoteRequest, agreed: list[int]) -> None:
+    def _ask_vote(self, host: int, message: messages.VoteRequest, agreed: list[int]) -> None:
         endpoint = self.entry.hosts[host]
         limits = RpcLimits(handshake_s=VOTE_TIMEOUT_S)
         where = (endpoint.address, endpoint.port, self.authentication)
@@ -429,7 +407,7 @@ class HostService:
                 answer = client.call(message, timeout_s=VOTE_TIMEOUT_S).message
         except (RpcError, OSError):
             return
-        assert isinstance(answer, VoteAnswer)
+        assert isinstance(answer, messages.VoteAnswer)
         if answer.is_granted:
             agreed.append(host)
         elif not message.is_trial:
@@ -454,21 +432,21 @@ class HostService:
 
     def _handlers(self) -> Sequence[RpcHandler]:
         return (
-            RpcHandler(message=LeaderContact, handle=self._handle_contact),
-            RpcHandler(message=VoteRequest, handle=self._handle_vote),
+            RpcHandler(message=messages.LeaderContact, handle=self._handle_contact),
+            RpcHandler(message=messages.VoteRequest, handle=self._handle_vote),
             RpcHandler(message=HostAction, handle=self._handle_action),
-            RpcHandler(message=TakeSecrets, handle=self._handle_secrets),
-            RpcHandler(message=RunStatusRequest, handle=self._handle_status),
-            RpcHandler(message=RunVerb, handle=self._handle_verb),
-            RpcHandler(message=LeadershipRequest, handle=self._handle_leadership),
-            RpcHandler(message=ReadLogs, handle=self._handle_logs),
-            RpcHandler(message=JoinRequest, handle=lambda call: self._give_seat(call.message)),  # passed on
-            RpcHandler(message=ReadFile, handle=self._handle_file),
-            RpcHandler(message=FetchFiles, handle=self._handle_fetch),
+            RpcHandler(message=messages.TakeSecrets, handle=self._handle_secrets),
+            RpcHandler(message=messages.RunStatusRequest, handle=self._handle_status),
+            RpcHandler(message=messages.RunVerb, handle=self._handle_verb),
+            RpcHandler(message=messages.LeadershipRequest, handle=self._handle_leadership),
+            RpcHandler(message=messages.ReadLogs, handle=self._handle_logs),
+            RpcHandler(message=messages.JoinRequest, handle=lambda call: self._give_seat(call.message)),  # passed on
+            RpcHandler(message=messages.ReadFile, handle=self._handle_file),
+            RpcHandler(message=messages.FetchFiles, handle=self._handle_fetch),
         )
 
     def _handle_contact(self, call: RpcCall) -> HostAnswer:
-        message: LeaderContact = call.message
+        message: messages.LeaderContact = call.message
         with self._changed:
             if not self._accept_leader(call, message.term, message.leader):
                 return self._refusal()
@@ -482,15 +460,15 @@ class HostService:
             report = self._report if self._report_version != message.known_report else None
             return self._answer(report)
 
-    def _handle_vote(self, call: RpcCall) -> VoteAnswer:
-        message: VoteRequest = call.message
+    def _handle_vote(self, call: RpcCall) -> messages.VoteAnswer:
+        message: messages.VoteRequest = call.message
         self._check_host(call, message.candidate)
         with self._lock:
             ask = self._leadership.would_vote if message.is_trial else self._leadership.grant_vote
             is_granted = ask(message.term, message.candidate, message.version, self.entry.version, self._clock())
             if is_granted and not message.is_trial:
                 self._folder.save_ballot(self._leadership.ballot)
-            return VoteAnswer(term=self._leadership.ballot.term, is_granted=is_granted)
+            return messages.VoteAnswer(term=self._leadership.ballot.term, is_granted=is_granted)
 
     def _handle_action(self, call: RpcCall) -> HostAnswer:
         message: HostAction = call.message
@@ -505,25 +483,25 @@ class HostService:
         with self._lock:
             return self._answer(self._report)
 
-    def _handle_secrets(self, call: RpcCall) -> RoundSecrets:
-        message: TakeSecrets = call.message
+    def _handle_secrets(self, call: RpcCall) -> messages.RoundSecrets:
+        message: messages.TakeSecrets = call.message
         with self._lock:
             if not self._accept_leader(call, message.term, message.leader):
                 raise NotLeaderError("credentials of a round: asked by a former leader, expected the present one.")
-        return RoundSecrets(files=self._runtime.take_secrets(message.round))
+        return messages.RoundSecrets(files=self._runtime.take_secrets(message.round))
 
-    def _handle_status(self, call: RpcCall) -> RunStatus:
+    def _handle_status(self, call: RpcCall) -> messages.RunStatus:
         self._used_s = self._clock()
         return self._status()
 
-    def _handle_verb(self, call: RpcCall) -> RunStatus:
-        message: RunVerb = call.message
+    def _handle_verb(self, call: RpcCall) -> messages.RunStatus:
+        message: messages.RunVerb = call.message
         self._used_s = self._clock()
         if self._leadership.holds_lease(self._clock()):
             self._apply_verb(message.verb)
             return self._status()
         status = self._ask_leader(call)
-        assert isinstance(status, RunStatus)
+        assert isinstance(status, messages.RunStatus)
         return status
 
     def _handle_leadership(self, call: RpcCall) -> rpc.RpcMessage:
@@ -538,24 +516,24 @@ class HostService:
         return self._pass_on(leader, call.message)
 
     def _handle_logs(self, call: RpcCall) -> RpcReply:
-        message: ReadLogs = call.message
+        message: messages.ReadLogs = call.message
         self._used_s = self._clock()
         pieces, content = host_runtime.read_new_logs(self._folder, message.positions, message.events)
         is_at_rest = not any(group.phase.is_alive or group.is_terminating for group in self._report.groups)
-        answer = LogPieces(pieces=tuple((key, end, size) for key, end, size in pieces), is_at_rest=is_at_rest)
+        answer = messages.LogPieces(pieces=tuple((key, end, size) for key, end, size in pieces), is_at_rest=is_at_rest)
         return RpcReply(answer, [content])
 
     def _handle_file(self, call: RpcCall) -> RpcReply:
-        message: ReadFile = call.message
+        message: messages.ReadFile = call.message
         size, content = self._files.read(message.digest, message.start, FILE_PIECE_BYTES)
-        return RpcReply(FileBytes(size=size), [content])
+        return RpcReply(messages.FileBytes(size=size), [content])
 
     def _handle_fetch(self, call: RpcCall) -> RpcReply:
         self._used_s = self._clock()
         content = host_runtime.archive_files(self._folder)
-        return RpcReply(FileBytes(size=len(content)), [content])
+        return RpcReply(messages.FileBytes(size=len(content)), [content])
 
-    def admit_joiner(self, request: JoinRequest) -> JoinAnswer:
+    def admit_joiner(self, request: messages.JoinRequest) -> messages.JoinAnswer:
         """Give a joiner its seat, or have the leader do it.
 
         Raises:
@@ -568,10 +546,10 @@ class HostService:
         if leader is None or leader == self.index:
             return self._give_seat(request)
         answer = self._pass_on(leader, request)
-        assert isinstance(answer, JoinAnswer)
+        assert isinstance(answer, messages.JoinAnswer)
         return answer
 
-    def _give_seat(self, request: JoinRequest) -> JoinAnswer:
+    def _give_seat(self, request: messages.JoinRequest) -> messages.JoinAnswer:
         """Commit that the joiner has its seat, then answer with its credentials; or tell why it cannot be called."""
         if not self._leadership.holds_lease(self._clock()):
             raise quorum_election.no_leader_error()
@@ -581,7 +559,7 @@ class HostService:
         problem = host_runtime.find_joiner_problem(request)
         if not problem:  # also the seat of a joiner that asks again: its commit may have failed
             self._change_entry(lambda entry: join_protocol.take_seat(entry, request, time.time())[0])
-        return JoinAnswer(
+        return messages.JoinAnswer(
             entry=ENTRY_JSON.dump(self.entry),
             host=seat.host,
             sealed="" if problem else seat.sealed,
@@ -630,10 +608,10 @@ class HostService:
                     raise join_protocol.JoinRefusedError("leader", str(error)) from error
                 raise
 
-    def _status(self) -> RunStatus:
+    def _status(self) -> messages.RunStatus:
         with self._lock:
             silent = tuple(host for host, view in enumerate(self.host_views()) if not view.is_heard)
-            return RunStatus(
+            return messages.RunStatus(
                 entry=ENTRY_JSON.dump(self.entry),
                 leader=self._leadership.leader,
                 term=self._leadership.ballot.term,

@@ -30,14 +30,7 @@ from ringweave.param_server.leadership import LeadershipRecord
 from ringweave.param_server.leadership_log import LeadershipLog, LogAnswer
 from ringweave.platforms.agent import agent, agent_channel
 from ringweave.platforms.agent.agent import AgentAssignment
-from ringweave.platforms.agent.agent_channel import (
-    AgentChannel,
-    AgentStatus,
-    DesiredState,
-    RoundOverError,
-    StopReason,
-    never_stop,
-)
+from ringweave.platforms.agent.agent_channel import AgentChannel, AgentStatus, DesiredState
 from ringweave.platforms.agent.job_config import JobConfig
 from ringweave.platforms.kubernetes import objects, pod_logs
 from ringweave.rpc import Credentials
@@ -271,7 +264,10 @@ class GatewayChannel(AgentChannel):
             self._sleep(GATEWAY_RETRY_S)
 
     def publish_credentials(
-        self, round_: int, credentials: Mapping[str, Sequence[Credentials]], stop_reason: StopReason = never_stop
+        self,
+        round_: int,
+        credentials: Mapping[str, Sequence[Credentials]],
+        stop_reason: agent_channel.StopReason = agent_channel.never_stop,
     ) -> None:
         """Upload the credentials node by node. Repeating it is safe."""
         for node in self._config.nodes:
@@ -286,7 +282,9 @@ class GatewayChannel(AgentChannel):
     def leadership_log(self, round_: int) -> LeadershipLog:
         return GatewayLeadershipLog(self._gateway, round_)
 
-    def take_credentials(self, round_: int, holder: str, stop_reason: StopReason = never_stop) -> Credentials:
+    def take_credentials(
+        self, round_: int, holder: str, stop_reason: agent_channel.StopReason = agent_channel.never_stop
+    ) -> Credentials:
         """Return the holder's next credentials, taken for all workers of this node at once.
 
         Raises:
@@ -303,7 +301,7 @@ class GatewayChannel(AgentChannel):
         return _pop_credentials(holder, self._fetched[1])
 
     def _request_credentials(
-        self, method: str, path: str, body: str | None = None, *, round_: int, stop_reason: StopReason
+        self, method: str, path: str, body: str | None = None, *, round_: int, stop_reason: agent_channel.StopReason
     ) -> str:
         """Send a request about credentials until there is a final answer, and return its text.
 
@@ -314,12 +312,12 @@ class GatewayChannel(AgentChannel):
         deadline_s = self._clock() + GATEWAY_TIMEOUT_S
         while True:
             if reason := stop_reason():
-                raise RoundOverError(round_, reason)
+                raise agent_channel.RoundOverError(round_, reason)
             status, text, _ = self._request_or_503(method, path, body)
             if status in _OK_STATUSES:
                 return text
             if status == _GONE_STATUS:
-                raise RoundOverError(round_, f"{status} {text}")
+                raise agent_channel.RoundOverError(round_, f"{status} {text}")
             if status in (409, 413) or self._clock() >= deadline_s:
                 do = "Read the operator's log: kubectl -n ringweave-system logs deploy/ringweave-operator"
                 got = f"{status} {text}"
