@@ -8,10 +8,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import CompletedProcess
 
 from ringweave.errors import LaunchError
 from ringweave.jobs.request import DeletionPolicy, JobRequest, NodeRequest
-from ringweave.platforms.slurm.commands import SlurmClient, SlurmResult
+from ringweave.platforms.slurm.commands import SlurmClient
 from ringweave.platforms.slurm.platform import SlurmPlatform
 from ringweave.platforms.slurm.registry import SlurmJobRegistry
 from tests.fakes.slurm import FakeGpuSlurmCluster
@@ -199,8 +200,8 @@ class Life:
                 found.append(" ".join(words))
         return found
 
-    def _run(self, argv: list[str], stdin: str, environ: dict[str, str] | None) -> SlurmResult:
+    def _run(self, argv: list[str], stdin: str, environ: dict[str, str] | None) -> CompletedProcess[str]:
         """Run a command of Slurm on the login node."""
         command = self.cluster.wrap_command(argv)
         done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, env=environ)
-        return SlurmResult(exit_code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+        return done

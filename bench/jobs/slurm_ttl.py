@@ -17,9 +17,10 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from subprocess import CompletedProcess
 
 from ringweave.jobs import request
-from ringweave.platforms.slurm.commands import SlurmClient, SlurmResult
+from ringweave.platforms.slurm.commands import SlurmClient
 from ringweave.platforms.slurm.lease import SlurmTimeouts
 from ringweave.platforms.slurm.platform import SlurmPlatform
 from ringweave.platforms.slurm.registry import SlurmJobRegistry
@@ -33,11 +34,11 @@ def service_of(cluster: FakeGpuSlurmCluster, state: Path) -> SlurmPlatform:
     """Return the service of a user who has logged in there."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
 
-    def run(argv: Sequence[str], stdin: str | None, environ: Mapping[str, str] | None) -> SlurmResult:
+    def run(argv: Sequence[str], stdin: str | None, environ: Mapping[str, str] | None) -> CompletedProcess[str]:
         done = subprocess.run(
             cluster.wrap_command(argv), input=stdin, capture_output=True, text=True, check=False, env=environ
         )
-        return SlurmResult(exit_code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+        return done
 
     return SlurmPlatform(state, SlurmClient(run), requester="bench", environ=environ, timeouts=SlurmTimeouts())
 

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +48,7 @@ from ringweave.platforms import api
 from ringweave.platforms.agent import agent_channel, job_config
 from ringweave.platforms.hosts import host_list, join_protocol, relay, run_entry, script_files
 from ringweave.platforms.hosts.ssh import SshConnection
-from ringweave.platforms.slurm.commands import SlurmClient, SlurmResult
+from ringweave.platforms.slurm.commands import SlurmClient
 from ringweave.rpc import framing
 from ringweave.rpc.channel import RpcChannel
 from ringweave.rpc.server import uninitialized_buffers
@@ -630,7 +631,7 @@ def slurm_parsers() -> list[UntrustedParser]:
 
     def parse(call: Callable[[Any], object]) -> Callable[[str], object]:
         def run(text: str) -> object:
-            slurm = SlurmClient(lambda *_: SlurmResult(exit_code=0, stdout=text, stderr=""))
+            slurm = SlurmClient(lambda *_: CompletedProcess([], returncode=0, stdout=text, stderr=""))
             return call(slurm)
 
         return run

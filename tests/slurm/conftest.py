@@ -5,12 +5,13 @@ import subprocess
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from ringweave.jobs import request
 from ringweave.platforms.api import JobView, LogQuery
-from ringweave.platforms.slurm.commands import SlurmClient, SlurmResult
+from ringweave.platforms.slurm.commands import SlurmClient
 from ringweave.platforms.slurm.lease import SlurmTimeouts
 from ringweave.platforms.slurm.platform import SlurmPlatform
 from tests.fakes import slurm
@@ -44,11 +45,11 @@ class Jobs:
         slurm = SlurmClient(self.run)
         return SlurmPlatform(self.folder / "state", slurm, requester="ann", environ=self.environ, timeouts=PATIENCE)
 
-    def run(self, argv, stdin, environ) -> SlurmResult:
+    def run(self, argv, stdin, environ) -> CompletedProcess[str]:
         done = subprocess.run(
             self.cluster.wrap_command(argv), input=stdin, capture_output=True, text=True, check=False, env=environ
         )
-        return SlurmResult(exit_code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+        return done
 
     def submit(self, script: str, extra: str = "", *, gpus: int = 15, nodes: str = "[{capacity: 10}, {capacity: 5}]"):
         (self.folder / "train.py").write_text("import os, time\nfrom pathlib import Path\n" + textwrap.dedent(script))

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from ringweave.cli.echo import echo
-from ringweave.cli.pipeline_stages import WIRE_RATIOS
+from ringweave.cli.pipeline_stages import WIRE_RATIOS, check_picture_path
 from ringweave.errors import UsageError, explain
 from ringweave.planning.partition.problem import PartitionMemory, PartitionProblem
 from ringweave.planning.partition.solve import Partition, solve_partition
@@ -64,7 +64,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     devices = _parse_numbers("--capability", capability)
     depths = tuple(
         pipeline_schedules.num_warmup_forwards(schedule, i, len(devices), microbatches)
-        for i in range(_num_depths(memory, devices))
+        for i in range(0 if memory is None else len(devices))
     )
     problem = PartitionProblem(
         work=(row,),
@@ -74,7 +74,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         memory=_parse_memory(memory, block_memory, block_stash, depths, len(row)),
         allow_empty=allow_empty,
     )
-    path = _check_picture_path(picture)
+    path = check_picture_path(picture)
     found = solve_partition(problem, microbatches)
     if path is not None:
         from ringweave.plots import partition_chart
@@ -86,19 +86,6 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         else "\n".join(_partition_lines(found, microbatches))
     )
     return 0
-
-
-def _num_depths(memory: str | None, devices: tuple[float, ...]) -> int:
-    """Return the number of devices whose microbatches in flight matter: none without memory limits."""
-    return 0 if memory is None else len(devices)
-
-
-def _check_picture_path(picture: str | None) -> Any:
-    if picture is None:
-        return None
-    from ringweave.plots import figures
-
-    return figures.check_picture_path(picture)
 
 
 def _parse_numbers(option: str, text: str | None) -> tuple[float, ...]:

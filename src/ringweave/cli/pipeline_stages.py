@@ -213,6 +213,15 @@ def refuse_unfit_options(
         raise UsageError(explain("CLUSTER", got=None, expected="a cluster file beside --pipeline", do=do))
 
 
+def check_picture_path(picture: str | None) -> Path | None:
+    """Return the path of --picture, checked before the work begins; None without."""
+    if picture is None:
+        return None
+    from ringweave.plots import figures
+
+    return figures.check_picture_path(picture)
+
+
 class _Devices(NamedTuple):
     """Devices of a cluster in its order, that of the workers."""
 

@@ -83,6 +83,26 @@ def _first_lines(each: Sequence[str], what: str) -> list[str]:
     return [*each[:_MAX_LEADER_LINES], *more]
 
 
+SIZE_OPTION = click.option(
+    "--bytes",
+    "size",
+    metavar="SIZE",
+    default="25MB",
+    show_default=True,
+    help="Size of the message; of all blocks together.",
+)
+WIRE_OPTION = click.option(
+    "--wire",
+    type=click.Choice(WIRES),
+    default=EXACT,
+    show_default=True,
+    help="Format of what passes the links that bind, as in run: of an allreduce, or between stages.",
+)
+RATES_OPTION = click.option(
+    "--rates", "rates_path", metavar="FILE", help="Rates of links as measured: findings of probing, or bench --out."
+)
+
+
 @click.command
 @click.argument("cluster_path", metavar="[CLUSTER]", required=False)
 @click.option(
@@ -93,21 +113,8 @@ def _first_lines(each: Sequence[str], what: str) -> list[str]:
     show_default=True,
     help="The collective; a broadcast starts at rank 0.",
 )
-@click.option(
-    "--bytes",
-    "size",
-    metavar="SIZE",
-    default="25MB",
-    show_default=True,
-    help="Size of the message; of all blocks together.",
-)
-@click.option(
-    "--wire",
-    type=click.Choice(WIRES),
-    default=EXACT,
-    show_default=True,
-    help="Format of what passes the links that bind, as in run: of an allreduce, or between stages.",
-)
+@SIZE_OPTION
+@WIRE_OPTION
 @click.option(
     "--simulate",
     "num_simulated",
@@ -115,9 +122,7 @@ def _first_lines(each: Sequence[str], what: str) -> list[str]:
     metavar="N",
     help="Simulate the whole message by the N fastest, and choose by that; 0: choose by formula.",
 )
-@click.option(
-    "--rates", "rates_path", metavar="FILE", help="Rates of links as measured: findings of probing, or bench --out."
-)
+@RATES_OPTION
 @click.option("--leader-per-nic", is_flag=True, help="A leader for each NIC of a node, not one for all, as in run.")
 @click.option("--picture", metavar="FILE", help="Draw machines, links, leaders and their matrix here, as PNG or SVG.")
 @click.option("--pipeline", "pipeline_path", metavar="FILE", help="Plan a pipeline's stages, not a collective.")
@@ -156,7 +161,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     if run_dir is not None:
         return print_measured(run_dir, as_json=as_json)
     num_bytes = units.parse_bytes(size)
-    picture_path = _check_picture_path(picture)
+    picture_path = pipeline_stages.check_picture_path(picture)
     cluster = topology.load(str(cluster_path))
     ranks = [node.name for node in cluster.nodes for _ in node.devices]
     rates = network.load_measured_rates(rates_path, cluster) if rates_path else {}
@@ -289,14 +294,6 @@ def _check_arguments(cluster_path: str | None, run_dir: str | None, picture: str
     if rates is not None and run_dir is not None:
         do = "Leave it out: what the run was planned with is in its events"
         raise UsageError(explain("--rates", got=rates, expected="a CLUSTER to plan for", do=do))
-
-
-def _check_picture_path(picture: str | None) -> Path | None:
-    if picture is None:
-        return None
-    from ringweave.plots import figures
-
-    return figures.check_picture_path(picture)
 
 
 def _plan_document(

@@ -13,9 +13,9 @@ from ringweave import cost, planning, schedules, sim, topology, units
 from ringweave.cli import pipeline_stages
 from ringweave.cli import progress as cli_progress
 from ringweave.cli.echo import echo
-from ringweave.cli.plan import check_encodable
+from ringweave.cli.plan import RATES_OPTION, SIZE_OPTION, WIRE_OPTION, check_encodable
 from ringweave.cost import Bound, network
-from ringweave.environment import EXACT, WIRES
+from ringweave.environment import EXACT
 from ringweave.errors import UsageError, explain
 from ringweave.files import file_io
 from ringweave.planning import Plan, ScheduleChoice
@@ -42,22 +42,9 @@ _PROCESSOR_TEXT = {"none": "the network alone", "assumed": "with assumed costs o
     show_default=True,
     help="The collective.",
 )
-@click.option(
-    "--wire",
-    type=click.Choice(WIRES),
-    default=EXACT,
-    show_default=True,
-    help="Format of what passes the links that bind, as in run: of an allreduce, or between stages.",
-)
+@WIRE_OPTION
 @click.option("--root", type=click.IntRange(min=0), metavar="RANK", help="Rank that broadcasts; by default rank 0.")
-@click.option(
-    "--bytes",
-    "size",
-    metavar="SIZE",
-    default="25MB",
-    show_default=True,
-    help="Size of the message; of all blocks together.",
-)
+@SIZE_OPTION
 @click.option(
     "--segments", type=click.IntRange(1, 4096), metavar="N", help="Cut the message so; by default as planned."
 )
@@ -67,9 +54,7 @@ _PROCESSOR_TEXT = {"none": "the network alone", "assumed": "with assumed costs o
     help="What messages and additions cost the ranks: nothing, what is assumed, or what a file says was measured."
     " Default: none, or assumed if a node straggles.",
 )
-@click.option(
-    "--rates", "rates_path", metavar="FILE", help="Rates of links as measured: findings of probing, or bench --out."
-)
+@RATES_OPTION
 @click.option("--straggle", "straggles", multiple=True, metavar="WHAT", help=f"{STRAGGLER_FORMS}.")
 @click.option("--fail", "failures", multiple=True, metavar="WHAT", help=f"{FAILURE_FORMS}.")
 @click.option("--pipeline", "pipeline_path", metavar="FILE", help="Simulate a pipeline's step, not a collective.")

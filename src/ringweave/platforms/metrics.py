@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from ringweave.errors import LaunchError
 from ringweave.jobs.states import JobState
-from ringweave.platforms.api import JobView, NodeView, Platform
+from ringweave.platforms.api import JobView, Platform
 
 _JOB_LABELS = ("platform", "job", "requester")
 
@@ -88,10 +88,10 @@ def _collector_registry(list_jobs: Callable[[], Sequence[JobView]]) -> Collector
 
 def _node_metrics(found: Sequence[JobView]) -> Iterator[Metric]:
     rows = {
-        "ringweave_node_workers": ("Workers of the node.", _workers),
-        "ringweave_node_retries": ("Replacements in this run after failures of this node.", _retries),
-        "ringweave_node_iterations": ("Train steps done, as last reported.", _iterations),
-        "ringweave_node_last_loss": ("Last reported loss.", _last_loss),
+        "ringweave_node_workers": ("Workers of the node.", lambda node: node.workers),
+        "ringweave_node_retries": ("Replacements in this run after failures of this node.", lambda node: node.retries),
+        "ringweave_node_iterations": ("Train steps done, as last reported.", lambda node: node.iterations),
+        "ringweave_node_last_loss": ("Last reported loss.", lambda node: node.last_loss),
     }
     for name, (text, value) in rows.items():
         family = GaugeMetricFamily(name, text, labels=(*_JOB_LABELS, "node"))
@@ -101,19 +101,3 @@ def _node_metrics(found: Sequence[JobView]) -> Iterator[Metric]:
                 if measured is not None:
                     family.add_metric((job.platform, job.name, job.requester, node.name), float(measured))
         yield family
-
-
-def _workers(node: NodeView) -> float:
-    return node.workers
-
-
-def _retries(node: NodeView) -> float:
-    return node.retries
-
-
-def _iterations(node: NodeView) -> float | None:
-    return node.iterations
-
-
-def _last_loss(node: NodeView) -> float | None:
-    return node.last_loss

@@ -63,11 +63,6 @@ class IncomingCall:
     """Bytes of each buffer; their sum is within the limits."""
 
 
-def allocate_buffers(incoming: IncomingCall) -> list[memoryview]:
-    """Return fresh memory for the buffers of a call."""
-    return uninitialized_buffers(incoming.sizes)
-
-
 def uninitialized_buffers(sizes: Sequence[int]) -> list[memoryview]:
     """Return memory of these sizes, not cleared, since all of it will be written."""
     import numpy as np  # here, since most servers get no buffers and start sooner without it
@@ -87,7 +82,7 @@ class RpcHandler:
     is_quick: bool = False
     """It waits for nothing but briefly held locks. So it runs in the thread that reads from the peer, as starting
     another thread costs more than most small calls. It cannot be cancelled."""
-    allocate: Callable[[IncomingCall], Sequence[memoryview]] = allocate_buffers
+    allocate: Callable[[IncomingCall], Sequence[memoryview]] = lambda incoming: uninitialized_buffers(incoming.sizes)
     """Returns memory for the buffers, of exactly their sizes, before they are received; it may refuse by an error of
     the tree in `errors.py`. If the buffers arrive damaged, the handler is not called, and the memory holds anything."""
 

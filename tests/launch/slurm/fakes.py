@@ -6,12 +6,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import CompletedProcess
 
 from ringweave.jobs import admission, request
 from ringweave.jobs.admission import AccessPolicy
 from ringweave.jobs.request import JobRequest
 from ringweave.platforms.local.job_folder import JobFolder
-from ringweave.platforms.slurm.commands import SlurmClient, SlurmResult
+from ringweave.platforms.slurm.commands import SlurmClient
 from ringweave.platforms.slurm.job_runtime import AllocationGrant, SlurmDeps
 from ringweave.platforms.slurm.lease import SlurmTimeouts
 from ringweave.platforms.slurm.platform import SlurmPlatform
@@ -37,27 +38,31 @@ class FakeSlurm:
     environ: dict[str, str] = field(default_factory=dict)
     """Of the last call of sbatch."""
 
-    def run(self, argv, stdin, environ) -> SlurmResult:
+    def run(self, argv, stdin, environ) -> CompletedProcess[str]:
         self.called.append(argv)
         self.environ = dict(environ or {}) if argv[0] == "sbatch" else self.environ
         return getattr(self, argv[0])(argv, stdin)
 
-    def sbatch(self, argv, stdin) -> SlurmResult:
+    def sbatch(self, argv, stdin) -> CompletedProcess[str]:
         if self.refusal:
-            return SlurmResult(exit_code=1, stdout="", stderr=f"sbatch: error: {self.refusal}\n")
+            return CompletedProcess([], returncode=1, stdout="", stderr=f"sbatch: error: {self.refusal}\n")
         job_id = 10 * (len(self.scripts) + 1)
         self.scripts.append(stdin)
         self.states[job_id] = "PENDING"
         if self.is_silent:
             raise subprocess.TimeoutExpired(["sbatch"], 60.0)
-        return SlurmResult(exit_code=0, stdout=f"{job_id};here\n", stderr="")
+        return CompletedProcess([], returncode=0, stdout=f"{job_id};here\n", stderr="")
 
-    def scontrol(self, argv, stdin) -> SlurmResult:
+    def scontrol(self, argv, stdin) -> CompletedProcess[str]:
         if argv[1:3] == ["show", "config"]:
-            return SlurmResult(exit_code=0, stdout="Configuration data\nClusterName             = alps\n", stderr="")
+            return CompletedProcess(
+                [], returncode=0, stdout="Configuration data\nClusterName             = alps\n", stderr=""
+            )
         job_id = int(argv[-1])
         if job_id not in self.states:
-            return SlurmResult(exit_code=1, stdout="", stderr="slurm_load_jobs error: Invalid job id specified\n")
+            return CompletedProcess(
+                [], returncode=1, stdout="", stderr="slurm_load_jobs error: Invalid job id specified\n"
+            )
         state, reason = self.states[job_id], self.reasons.get(job_id, "None")
         lines = [
             f"JobId={job_id + part} HetJobId={job_id} HetJobOffset={part} JobName=rw-text JobState={state} "
@@ -65,11 +70,11 @@ class FakeSlurm:
             f"ReqNodeList=(null) NodeList={host if state == 'RUNNING' else '(null)'} Comment=a b=c"
             for part, host in enumerate(("big", "small"))
         ]
-        return SlurmResult(exit_code=0, stdout="\n".join(lines) + "\n", stderr="")
+        return CompletedProcess([], returncode=0, stdout="\n".join(lines) + "\n", stderr="")
 
-    def squeue(self, argv, stdin) -> SlurmResult:
+    def squeue(self, argv, stdin) -> CompletedProcess[str]:
         if "--steps" in argv:
-            return SlurmResult(exit_code=0, stdout=self.steps, stderr="")
+            return CompletedProcess([], returncode=0, stdout=self.steps, stderr="")
         name = next(word.partition("=")[2] for word in argv if word.startswith("--name="))
         rows = [
             f"{10 * number}|{comment[1]}\n{10 * number + 1}|(null)\n"
@@ -78,16 +83,16 @@ class FakeSlurm:
             and self.states[10 * number] in ("PENDING", "RUNNING")
             and (comment := re.search(r"--comment=(\S+)", script))
         ]
-        return SlurmResult(exit_code=0, stdout="".join(rows), stderr="")
+        return CompletedProcess([], returncode=0, stdout="".join(rows), stderr="")
 
-    def sinfo(self, argv, stdin) -> SlurmResult:
-        return SlurmResult(exit_code=0, stdout=self.hosts, stderr="")
+    def sinfo(self, argv, stdin) -> CompletedProcess[str]:
+        return CompletedProcess([], returncode=0, stdout=self.hosts, stderr="")
 
-    def scancel(self, argv, stdin) -> SlurmResult:
+    def scancel(self, argv, stdin) -> CompletedProcess[str]:
         job_id = int(argv[-1].split(".")[0])
         if "." not in argv[-1] and self.states.get(job_id) == "PENDING":
             self.states[job_id] = "CANCELLED"
-        return SlurmResult(exit_code=0, stdout="", stderr="")
+        return CompletedProcess([], returncode=0, stdout="", stderr="")
 
 
 def a_request(text: str = "", **changes: str) -> JobRequest:

@@ -4,6 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -12,7 +13,7 @@ from ringweave.jobs import admission
 from ringweave.platforms.api import LogQuery
 from ringweave.platforms.slurm import ttl_cleanup
 from ringweave.platforms.slurm.allocation import AllocationMonitor
-from ringweave.platforms.slurm.commands import SlurmClient, SlurmResult
+from ringweave.platforms.slurm.commands import SlurmClient
 from ringweave.platforms.slurm.platform import SlurmPlatform
 from ringweave.platforms.slurm.registry import SlurmJobRegistry
 from tests.launch.slurm.fakes import PATIENCE, FakeSlurm, a_request, a_service
@@ -88,8 +89,11 @@ def test_what_slurm_refuses_leaves_nothing(tmp_path, fake, service):
 
 
 def test_what_slurm_has_taken_stays_though_it_cannot_be_asked_about(tmp_path, fake, service, monkeypatch):
-    lost = SlurmResult(
-        exit_code=1, stdout="", stderr="slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
+    lost = CompletedProcess(
+        [],
+        returncode=1,
+        stdout="",
+        stderr="slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n",
     )
     scontrol = fake.scontrol
     monkeypatch.setattr(fake, "scontrol", lambda argv, stdin: lost)

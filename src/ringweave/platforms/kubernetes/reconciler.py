@@ -245,11 +245,6 @@ def _forgets_job(todo: Sequence[records.JobAction]) -> bool:
     return any(isinstance(action, records.ForgetJob) for action in todo)
 
 
-def is_conflict_error(error: LaunchError) -> bool:
-    """Return whether another pass may succeed at once, since the object was changed meanwhile."""
-    return getattr(error, "is_stale", False)
-
-
 RESYNC_S = 60.0
 """Interval between passes over a job that has not ended, without any event: a watch may miss one."""
 _CONFLICT_RETRY_S = 0.02
@@ -326,7 +321,7 @@ class ReconcileQueue:
             self._set_timer(key, entry, self._clock() + RESYNC_S)
 
     def _handle_failure(self, key: JobKey, entry: _QueueEntry, error: LaunchError | None) -> None:
-        if error is not None and is_conflict_error(error):
+        if getattr(error, "is_stale", False):  # another pass may succeed at once: the object was changed meanwhile
             self._set_timer(key, entry, self._clock() + _CONFLICT_RETRY_S)
             return
         entry.num_failures += 1

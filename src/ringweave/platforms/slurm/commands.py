@@ -23,15 +23,7 @@ _PAIR_PATTERN = re.compile(r"(?:^|\s)([A-Za-z][\w:/]*)=(\S*)")
 _GPUS_PATTERN = re.compile(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlurmResult:
-    """Result of a command."""
-
-    exit_code: int
-    stdout: str
-    stderr: str
-
-
+SlurmResult = subprocess.CompletedProcess[str]
 SlurmRunner = Callable[[Sequence[str], str, Mapping[str, str] | None], SlurmResult]
 """(command line, standard input, environment or None for ours) -> result; raises OSError if the command is missing."""
 
@@ -95,7 +87,7 @@ class SlurmTimeoutError(LaunchError):
 
 def run_slurm_command(argv: Sequence[str], stdin: str, environ: Mapping[str, str] | None) -> SlurmResult:
     """Run a Slurm command on this host."""
-    completed = subprocess.run(
+    return subprocess.run(
         list(argv),
         input=stdin,
         capture_output=True,
@@ -105,7 +97,6 @@ def run_slurm_command(argv: Sequence[str], stdin: str, environ: Mapping[str, str
         timeout=COMMAND_TIMEOUT_S,
         env=None if environ is None else dict(environ),
     )
-    return SlurmResult(exit_code=completed.returncode, stdout=completed.stdout, stderr=completed.stderr)
 
 
 def _no_answer_text(command: str, got: str) -> str:
@@ -224,9 +215,9 @@ class SlurmClient:
             raise LaunchError(_no_answer_text(argv[0], str(error))) from error
         except subprocess.TimeoutExpired as error:
             raise SlurmTimeoutError(_no_answer_text(argv[0], f"nothing in {error.timeout:.0f} s")) from error
-        if result.exit_code and _TIMED_OUT_TEXT in result.stderr:
+        if result.returncode and _TIMED_OUT_TEXT in result.stderr:
             raise SlurmTimeoutError(_no_answer_text(argv[0], _TIMED_OUT_TEXT))
-        if result.exit_code and (
+        if result.returncode and (
             not may_fail or "Unable to contact" in result.stderr or "Unexpected message" in result.stderr
         ):
             error_text = " ".join(

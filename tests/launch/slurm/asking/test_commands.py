@@ -1,14 +1,16 @@
 """What Slurm's commands print, read; and what is said when they fail."""
 
+from subprocess import CompletedProcess
+
 import pytest
 
 from ringweave.errors import LaunchError
-from ringweave.platforms.slurm.commands import SlurmClient, SlurmHost, SlurmResult, SlurmStep
+from ringweave.platforms.slurm.commands import SlurmClient, SlurmHost, SlurmStep
 from tests.launch.slurm.fakes import FakeSlurm
 
 
 def answering(out: str = "", err: str = "", code: int = 0) -> SlurmClient:
-    return SlurmClient(lambda argv, stdin, environ: SlurmResult(exit_code=code, stdout=out, stderr=err))
+    return SlurmClient(lambda argv, stdin, environ: CompletedProcess([], returncode=code, stdout=out, stderr=err))
 
 
 def test_a_heterogeneous_job_is_one_allocation():
