@@ -203,5 +203,4 @@ class Life:
     def _run(self, argv: list[str], stdin: str, environ: dict[str, str] | None) -> CompletedProcess[str]:
         """Run a command of Slurm on the login node."""
         command = self.cluster.wrap_command(argv)
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, env=environ)
-        return done
+        return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, env=environ)

@@ -35,10 +35,9 @@ def service_of(cluster: FakeGpuSlurmCluster, state: Path) -> SlurmPlatform:
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
 
     def run(argv: Sequence[str], stdin: str | None, environ: Mapping[str, str] | None) -> CompletedProcess[str]:
-        done = subprocess.run(
+        return subprocess.run(
             cluster.wrap_command(argv), input=stdin, capture_output=True, text=True, check=False, env=environ
         )
-        return done
 
     return SlurmPlatform(state, SlurmClient(run), requester="bench", environ=environ, timeouts=SlurmTimeouts())
 

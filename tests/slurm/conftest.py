@@ -46,10 +46,9 @@ class Jobs:
         return SlurmPlatform(self.folder / "state", slurm, requester="ann", environ=self.environ, timeouts=PATIENCE)
 
     def run(self, argv, stdin, environ) -> CompletedProcess[str]:
-        done = subprocess.run(
+        return subprocess.run(
             self.cluster.wrap_command(argv), input=stdin, capture_output=True, text=True, check=False, env=environ
         )
-        return done
 
     def submit(self, script: str, extra: str = "", *, gpus: int = 15, nodes: str = "[{capacity: 10}, {capacity: 5}]"):
         (self.folder / "train.py").write_text("import os, time\nfrom pathlib import Path\n" + textwrap.dedent(script))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 CONTROLLER = "ringweave.platforms.slurm.controller"
-SWEEPER = "ringweave.platforms.slurm.ttl_cleanup"
+SWEEPER = "ringweave.platforms.slurm.allocation"
 
 
 def _die_in(home: Path, dies_at: str) -> None:

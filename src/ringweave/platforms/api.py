@@ -350,7 +350,7 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def act(self, name: str, verb: str) -> JobView:
-        """Apply one of `jobs.life.verbs.NAMES` to a job; return when that is recorded, before it is done.
+        """Apply one of `jobs.admission.VERB_NAMES` to a job; return when that is recorded, before it is done.
 
         The call is idempotent.
         """

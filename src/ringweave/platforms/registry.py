@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ringweave.errors import JobError, LaunchError, UnknownJobError, UsageError, explain
 from ringweave.files.problems import suggest_closest
-from ringweave.jobs import verbs
+from ringweave.jobs import admission
 from ringweave.jobs.request import JobRequest
 from ringweave.jobs.states import Reason
 from ringweave.platforms.api import JobView, LogLine, LogQuery, Platform, Submission
@@ -84,7 +84,7 @@ RUNS = "runs"
 """Runs on this machine, by their run directories."""
 FOUND_PLATFORMS = (LOCAL, HOSTS, RUNS)
 """Platforms that commands on a job need not name."""
-_JOB_VERBS = "|".join((*verbs.VERB_NAMES, "status", "why", "logs", "events"))
+_JOB_VERBS = "|".join((*admission.VERB_NAMES, "status", "why", "logs", "events"))
 
 
 def with_platform_option(text: str, name: str, platform: str) -> str:

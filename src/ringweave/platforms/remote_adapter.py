@@ -21,8 +21,8 @@ import click
 from ringweave import __version__
 from ringweave.errors import JobError, RingweaveError, UnknownJobError, UsageError, explain
 from ringweave.files import file_io
+from ringweave.jobs import admission
 from ringweave.jobs import request as jobs_request
-from ringweave.jobs import verbs
 from ringweave.platforms import api, registry
 from ringweave.platforms.api import LogQuery, Platform
 
@@ -86,7 +86,7 @@ class _AdapterHandler(BaseHTTPRequestHandler):
                 self._send_json(200, api.job_view_document(platform.job(name)))
             case "GET", "v2", "jobs", name, "logs":
                 self._send_logs(name, parse_qs(parts.query))
-            case "POST", "v2", "jobs", name, verb if verb in verbs.VERB_NAMES:
+            case "POST", "v2", "jobs", name, verb if verb in admission.VERB_NAMES:
                 self._send_json(200, api.job_view_document(platform.act(name, verb)))
             case _, version, *_ if re.fullmatch(r"v\d{1,9}", version) and version != "v2":
                 do = "Use a ringweave of the same protocol on both ends"

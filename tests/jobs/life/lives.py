@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ringweave.jobs import records, verbs
+from ringweave.jobs import admission, records
 from ringweave.jobs.reconcile import reconcile
 from ringweave.jobs.records import EndCause, GroupPhase, Job
 from ringweave.jobs.request import DeletionPolicy, ElasticRequest, JobRequest, NodeRequest
@@ -97,7 +97,7 @@ def record_of(place: FakeJobRuntime) -> records.JobRecord:
 def ask(place: FakeJobRuntime, verb: str) -> None:
     """What somebody types."""
     assert place.job is not None
-    place.job = replace(place.job, desired=verbs.apply_verb(verb, place.job, place.clock_s))
+    place.job = replace(place.job, desired=admission.apply_verb(verb, place.job, place.clock_s))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ringweave.errors import JobError
-from ringweave.jobs import records, verbs
+from ringweave.jobs import admission, records
 from ringweave.jobs.records import EndCause, GroupPhase, Job
 from ringweave.jobs.request import DeletionPolicy
 from ringweave.jobs.states import REASON_TEMPLATES, JobState, NodeState
@@ -79,10 +79,12 @@ class Lives(RuleBasedStateMachine):
             self.place.groups[key] = replace(group, members=(name,), generation=(1, 1), evicted=(name,))
 
     @precondition(lambda self: self.place.job is not None)
-    @rule(verb=st.sampled_from(verbs.VERB_NAMES[:-1]))
+    @rule(verb=st.sampled_from(admission.VERB_NAMES[:-1]))
     def somebody_types(self, verb: str) -> None:
         with contextlib.suppress(JobError):
-            self.place.job = replace(self.place.job, desired=verbs.apply_verb(verb, self.place.job, self.place.clock_s))
+            self.place.job = replace(
+                self.place.job, desired=admission.apply_verb(verb, self.place.job, self.place.clock_s)
+            )
 
     @invariant()
     def nothing_illegal(self) -> None:

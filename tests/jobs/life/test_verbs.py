@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from ringweave.errors import JobError
-from ringweave.jobs import advance, verbs
+from ringweave.jobs import admission, advance
 from ringweave.jobs.records import DesiredJobState, Job
 from ringweave.jobs.states import JobState
 from tests.jobs.life import lives
@@ -30,10 +30,10 @@ def job_in(state: JobState, *, desired: DesiredJobState | None = None) -> Job:
 )
 def test_what_a_verb_asks_and_twice_is_as_once(verb: str, state: JobState, changed: dict) -> None:
     job = job_in(state, desired=DesiredJobState(suspend=state is JobState.SUSPENDED))
-    once = verbs.apply_verb(verb, job, 0.0)
+    once = admission.apply_verb(verb, job, 0.0)
     assert once == replace(job.desired, **changed)
     if verb != "delete":
-        assert verbs.apply_verb(verb, replace(job, desired=once), 0.0) == once
+        assert admission.apply_verb(verb, replace(job, desired=once), 0.0) == once
 
 
 @pytest.mark.parametrize("state", [JobState.FAILED, JobState.STOPPED])
@@ -41,7 +41,7 @@ def test_one_that_is_tried_again_is_not_over_though_nobody_has_begun_with_it(sta
     job = job_in(state, desired=DesiredJobState(retry_run=3))
     shown = advance.with_pending_retry(job, 7.0).record
     assert (shown.state, shown.run, shown.outcome, shown.ended_s) == (JobState.PENDING, 4, None, None)
-    stopped = verbs.apply_verb("stop", job, 7.0)
+    stopped = admission.apply_verb("stop", job, 7.0)
     assert stopped == DesiredJobState(retry_run=3, stop_run=4)
     for desired in (
         stopped,
@@ -82,4 +82,4 @@ def test_one_that_is_tried_again_is_not_over_though_nobody_has_begun_with_it(sta
 )
 def test_a_verb_that_means_nothing_is_refused(verb: str, state: JobState, text: str) -> None:
     with pytest.raises(JobError, match=text):
-        verbs.apply_verb(verb, job_in(state), 0.0)
+        admission.apply_verb(verb, job_in(state), 0.0)

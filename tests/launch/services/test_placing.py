@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ringweave.errors import JobError
-from ringweave.jobs import records, states, verbs
+from ringweave.jobs import admission, records, states
 from ringweave.jobs.records import Job, JobEvent
 from ringweave.jobs.request import JobRequest, NodeRequest
 from ringweave.jobs.states import make_reason
@@ -117,5 +117,5 @@ def test_the_status_of_a_training_job_names_the_place_and_its_record_does_not() 
 
 
 def test_all_verbs_are_known() -> None:
-    for verb in verbs.VERB_NAMES:
+    for verb in admission.VERB_NAMES:
         assert with_platform_option(f"ringweave {verb} a", "a", "slurm").endswith("a --on slurm")

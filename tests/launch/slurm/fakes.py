@@ -45,13 +45,13 @@ class FakeSlurm:
 
     def sbatch(self, argv, stdin) -> CompletedProcess[str]:
         if self.refusal:
-            return CompletedProcess([], returncode=1, stdout="", stderr=f"sbatch: error: {self.refusal}\n")
+            return CompletedProcess([], 1, stdout="", stderr=f"sbatch: error: {self.refusal}\n")
         job_id = 10 * (len(self.scripts) + 1)
         self.scripts.append(stdin)
         self.states[job_id] = "PENDING"
         if self.is_silent:
             raise subprocess.TimeoutExpired(["sbatch"], 60.0)
-        return CompletedProcess([], returncode=0, stdout=f"{job_id};here\n", stderr="")
+        return CompletedProcess([], 0, stdout=f"{job_id};here\n", stderr="")
 
     def scontrol(self, argv, stdin) -> CompletedProcess[str]:
         if argv[1:3] == ["show", "config"]:
@@ -70,11 +70,11 @@ class FakeSlurm:
             f"ReqNodeList=(null) NodeList={host if state == 'RUNNING' else '(null)'} Comment=a b=c"
             for part, host in enumerate(("big", "small"))
         ]
-        return CompletedProcess([], returncode=0, stdout="\n".join(lines) + "\n", stderr="")
+        return CompletedProcess([], 0, stdout="\n".join(lines) + "\n", stderr="")
 
     def squeue(self, argv, stdin) -> CompletedProcess[str]:
         if "--steps" in argv:
-            return CompletedProcess([], returncode=0, stdout=self.steps, stderr="")
+            return CompletedProcess([], 0, stdout=self.steps, stderr="")
         name = next(word.partition("=")[2] for word in argv if word.startswith("--name="))
         rows = [
             f"{10 * number}|{comment[1]}\n{10 * number + 1}|(null)\n"
@@ -83,16 +83,16 @@ class FakeSlurm:
             and self.states[10 * number] in ("PENDING", "RUNNING")
             and (comment := re.search(r"--comment=(\S+)", script))
         ]
-        return CompletedProcess([], returncode=0, stdout="".join(rows), stderr="")
+        return CompletedProcess([], 0, stdout="".join(rows), stderr="")
 
     def sinfo(self, argv, stdin) -> CompletedProcess[str]:
-        return CompletedProcess([], returncode=0, stdout=self.hosts, stderr="")
+        return CompletedProcess([], 0, stdout=self.hosts, stderr="")
 
     def scancel(self, argv, stdin) -> CompletedProcess[str]:
         job_id = int(argv[-1].split(".")[0])
         if "." not in argv[-1] and self.states.get(job_id) == "PENDING":
             self.states[job_id] = "CANCELLED"
-        return CompletedProcess([], returncode=0, stdout="", stderr="")
+        return CompletedProcess([], 0, stdout="", stderr="")
 
 
 def a_request(text: str = "", **changes: str) -> JobRequest:

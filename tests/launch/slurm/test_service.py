@@ -11,7 +11,7 @@ import pytest
 from ringweave.errors import JobError, LaunchError
 from ringweave.jobs import admission
 from ringweave.platforms.api import LogQuery
-from ringweave.platforms.slurm import ttl_cleanup
+from ringweave.platforms.slurm import allocation
 from ringweave.platforms.slurm.allocation import AllocationMonitor
 from ringweave.platforms.slurm.commands import SlurmClient
 from ringweave.platforms.slurm.platform import SlurmPlatform
@@ -317,9 +317,9 @@ def test_the_sweeper_waits_for_the_end_of_the_ttl_to_the_tenth_of_a_second(tmp_p
     def sleep(seconds: float) -> None:
         fake.now_s += seconds
 
-    ttl_cleanup.remove_after_ttl(registry, tending, "text", "another", clock=lambda: fake.now_s, sleep=sleep)
+    allocation.remove_after_ttl(registry, tending, "text", "another", clock=lambda: fake.now_s, sleep=sleep)
     assert fake.now_s == began_s, "of another job with that name nothing is removed"
-    ttl_cleanup.remove_after_ttl(registry, tending, "text", entry.id, clock=lambda: fake.now_s, sleep=sleep)
+    allocation.remove_after_ttl(registry, tending, "text", entry.id, clock=lambda: fake.now_s, sleep=sleep)
     assert fake.now_s - began_s == pytest.approx(30.0, abs=0.1)
     assert files(tmp_path) == ["submit.lock"]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from ringweave import rpc
 from ringweave.errors import JobError, LaunchError, NotLeaderError, RemoteError, RingweaveError, RpcError, explain
 from ringweave.files import rotation
-from ringweave.jobs import verbs
+from ringweave.jobs import admission
 from ringweave.jobs.advance import is_finished
 from ringweave.launcher.run_dir import software_versions
 from ringweave.platforms.hosts import host_runtime, join_protocol, messages, quorum_election
@@ -571,7 +571,7 @@ class HostService:
 
     def _apply_verb(self, verb: str) -> None:
         def change(entry: RunEntry) -> RunEntry:
-            return replace(entry, job=replace(entry.job, desired=verbs.apply_verb(verb, entry.job, time.time())))
+            return replace(entry, job=replace(entry.job, desired=admission.apply_verb(verb, entry.job, time.time())))
 
         self._change_entry(change)
         self.wake()

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ruamel.yaml import YAML
 
 from ringweave.errors import JobError, LaunchError, RingweaveError, explain
-from ringweave.jobs import admission, records, verbs
+from ringweave.jobs import admission, records
 from ringweave.jobs.advance import is_finished, with_pending_retry
 from ringweave.jobs.records import EndCause, Job
 from ringweave.jobs.request import JobRequest
@@ -362,7 +362,7 @@ class KubernetesPlatform(Platform):
     async def _apply_verb(self, client: KubernetesClient, name: str, verb: str) -> JobView:
         resource = await self._get_resource(client, name)
         job = displayed_training_job(resource, self._clock())
-        desired = verbs.apply_verb(verb, job, self._clock())
+        desired = admission.apply_verb(verb, job, self._clock())
         try:
             if desired.delete:
                 await client.delete_exactly(api_client.TRAINING_JOBS, resource)

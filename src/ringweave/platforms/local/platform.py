@@ -10,7 +10,7 @@ import platformdirs
 
 from ringweave import topology
 from ringweave.errors import JobError
-from ringweave.jobs import admission, verbs
+from ringweave.jobs import admission
 from ringweave.jobs.admission import AccessPolicy, PermissionCache
 from ringweave.jobs.advance import is_finished, with_pending_retry
 from ringweave.jobs.records import DesiredJobState, Job
@@ -113,7 +113,7 @@ class LocalPlatform(Platform):
         )
 
     def _desired_after(self, verb: str, job: Job, there: Sequence[Job]) -> DesiredJobState:
-        desired = verbs.apply_verb(verb, job, self._clock())
+        desired = admission.apply_verb(verb, job, self._clock())
         if verb == "retry":
             admission.check_retry(job, existing=there, permissions=self._permissions, now=self._clock())
         return desired

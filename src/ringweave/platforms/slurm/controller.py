@@ -63,7 +63,7 @@ def make_deps(slurm: SlurmClient, environ: Mapping[str, str], timeouts: SlurmTim
         sys.executable,
         "-P",
         "-m",
-        "ringweave.platforms.slurm.ttl_cleanup",
+        "ringweave.platforms.slurm.allocation",
         *timeout_arguments(timeouts),
     ]
     return SlurmDeps(

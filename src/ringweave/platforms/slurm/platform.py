@@ -8,7 +8,7 @@ from pathlib import Path
 import platformdirs
 
 from ringweave.errors import LaunchError, UnknownJobError
-from ringweave.jobs import admission, verbs
+from ringweave.jobs import admission
 from ringweave.jobs.admission import AccessPolicy, PermissionCache
 from ringweave.jobs.records import Job
 from ringweave.jobs.request import JobRequest
@@ -121,7 +121,7 @@ class SlurmPlatform(Platform):
             if latest is not None:
                 if verb == "retry":
                     self._check_retry(latest.job, existing)
-                self._registry.update_desired(name, verbs.apply_verb(verb, latest.job, self._clock()))
+                self._registry.update_desired(name, admission.apply_verb(verb, latest.job, self._clock()))
                 entry = latest
         monitored = self._monitor.refresh(name, may_request=True)
         return self._job_view(

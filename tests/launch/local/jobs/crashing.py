@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from ringweave.jobs import verbs
+from ringweave.jobs import admission
 from ringweave.jobs.records import Job, new_job
 from ringweave.jobs.request import DeletionPolicy, JobRequest, NodeRequest
 from ringweave.launcher import processes
@@ -138,7 +138,7 @@ class Life:
             state, round_, verb = todo[0]
             if (entry.job.record.state, entry.job.record.round) == (state, round_):
                 self.registry.update_desired(
-                    "job-1", lambda job, _, verb=verb: verbs.apply_verb(verb, job, time.time())
+                    "job-1", lambda job, _, verb=verb: admission.apply_verb(verb, job, time.time())
                 )
                 job_folder.notify(job_folder.job_folder(self.state, "job-1").wakeup)
                 todo.pop(0)
