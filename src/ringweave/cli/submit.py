@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ringweave import units
-from ringweave.cli import job_options, jobs
+from ringweave.cli import job_options
 from ringweave.cli.echo import echo
 from ringweave.environment import WIRES
 from ringweave.errors import UsageError, explain
@@ -293,7 +293,7 @@ def command(
         text = f"{request.name}: submitted. ringweave status {request.name}; ringweave logs -f {request.name}"
         echo(with_platform_option(text, request.name, place))
         return 0
-    return jobs.follow_job(request.name, place, lambda: job_options.open_user_platform(place))
+    return job_options.follow_job(request.name, place, lambda: job_options.open_user_platform(place))
 
 
 def _print_dry_run(output: str, submission: Submission, plan: dict[str, Any], *, full: bool) -> None:

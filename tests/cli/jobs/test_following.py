@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ringweave.cli import follow as cli_follow
+from ringweave.cli import job_options
 from ringweave.errors import JobError, LaunchError, UnknownJobError
 from ringweave.jobs import records
 from ringweave.jobs.request import JobRequest, NodeRequest
@@ -44,7 +44,7 @@ SILENT = LaunchError("service: 'refused', expected an answer.")
 
 def follow(*states: JobState | Exception) -> int:
     told = Told(*states)
-    return cli_follow.follow_job("job", "local", lambda: told, sleep=lambda _: None)  # type: ignore[arg-type, return-value]
+    return job_options.follow_job("job", "local", lambda: told, sleep=lambda _: None)  # type: ignore[arg-type, return-value]
 
 
 def test_the_exit_code_is_the_jobs() -> None:
@@ -60,7 +60,7 @@ def test_a_loss_that_the_others_go_on_without_is_told_though_the_job_runs_on(
         "Degraded", job="job", node="n0", nodes="node n0", detail="node n0 failed (killed), retry 1 of 3"
     )
     told.views[1:3] = [replace(view, reason=loss) for view in told.views[1:3] if isinstance(view, JobView)]
-    assert cli_follow.follow_job("job", "local", lambda: told, sleep=lambda _: None) == 0  # type: ignore[arg-type, return-value]
+    assert job_options.follow_job("job", "local", lambda: told, sleep=lambda _: None) == 0  # type: ignore[arg-type, return-value]
     assert capfd.readouterr().err.splitlines() == [
         "ringweave: job is Running",
         "ringweave: job is Running: node n0 failed (killed), retry 1 of 3; the other nodes continue, and node n0 can "
@@ -84,9 +84,9 @@ def test_a_job_that_was_never_seen_is_an_error() -> None:
 
 
 def test_a_place_that_does_not_answer_for_a_while_ends_nothing() -> None:
-    assert follow(JobState.RUNNING, *[SILENT] * cli_follow.MAX_UNANSWERED, JobState.SUCCEEDED) == 0
+    assert follow(JobState.RUNNING, *[SILENT] * job_options.MAX_UNANSWERED, JobState.SUCCEEDED) == 0
     with pytest.raises(LaunchError, match="expected an answer"):
-        follow(JobState.RUNNING, *[SILENT] * (cli_follow.MAX_UNANSWERED + 1), JobState.SUCCEEDED)
+        follow(JobState.RUNNING, *[SILENT] * (job_options.MAX_UNANSWERED + 1), JobState.SUCCEEDED)
 
 
 def test_a_refusal_is_not_the_end_of_a_job() -> None:
@@ -95,12 +95,12 @@ def test_a_refusal_is_not_the_end_of_a_job() -> None:
         follow(JobState.RUNNING, refusal)
     told = Told(JobState.DELETING, refusal)
     with pytest.raises(JobError, match="expected a permission"):
-        cli_follow.wait_until_gone(told, told.job("job"), lambda _: None)  # type: ignore[arg-type]
+        job_options.wait_until_gone(told, told.job("job"), lambda _: None)  # type: ignore[arg-type]
 
 
 def test_what_is_deleted_is_waited_for_though_its_place_is_silent_meanwhile() -> None:
     told = Told(JobState.DELETING, JobState.DELETING, SILENT, SILENT, JobState.DELETING)
-    cli_follow.wait_until_gone(told, told.job("job"), lambda _: None)  # type: ignore[arg-type]
+    job_options.wait_until_gone(told, told.job("job"), lambda _: None)  # type: ignore[arg-type]
     assert told.views == []
 
 
@@ -112,7 +112,7 @@ def test_logs_that_break_are_told_and_the_job_is_followed_on(capfd: pytest.Captu
         raise SILENT
 
     told.logs = logs  # type: ignore[method-assign]
-    assert cli_follow.follow_job("job", "local", lambda: told, sleep=lambda _: None) == 0  # type: ignore[arg-type, return-value]
+    assert job_options.follow_job("job", "local", lambda: told, sleep=lambda _: None) == 0  # type: ignore[arg-type, return-value]
     out, err = capfd.readouterr()
     assert out == "[0] one line\n"
     assert "ringweave: the output of job is no longer shown: service: 'refused', expected an answer." in err
@@ -122,4 +122,6 @@ def test_logs_that_break_are_told_and_the_job_is_followed_on(capfd: pytest.Captu
     ("rank", "many", "text"), [(3, False, "[3] text"), (3, True, "[n0.2/4 3] text"), (None, False, "[n0.2/4] text")]
 )
 def test_lines_of_a_log(rank: int | None, many: bool, text: str) -> None:
-    assert cli_follow.format_log_line(LogLine(node="n0", attempt=2, round=4, rank=rank, text="text"), many=many) == text
+    assert (
+        job_options.format_log_line(LogLine(node="n0", attempt=2, round=4, rank=rank, text="text"), many=many) == text
+    )
