@@ -31,6 +31,7 @@ def check_live(run: dict[str, Any], nodes: list[str]) -> None:
     assert {"worker_started", "training_prepared"} <= {row["kind"] for row in run["events"]["rows"]}
     assert [row["source"] for row in run["logs"]["sources"]] == [f"rank {rank}" for rank in range(len(nodes))]
     assert run["counts"]["unread_text"] == ""
+    assert [each["label"].partition(",")[0] for each in run["topology"]["tree"]["children"]] == nodes
 
 
 @pytest.mark.parametrize("host", [None, "b"])

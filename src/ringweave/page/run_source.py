@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ringweave import telemetry, topology
+from ringweave import telemetry
 from ringweave.errors import LaunchError, RingweaveError, UnknownJobError
 from ringweave.files import rotation
-from ringweave.launcher.run_dir import RunDir
 from ringweave.page.aggregation import Document
 from ringweave.page.run_model import RunModel, show_text
 from ringweave.platforms import api, run_directory, submission
 from ringweave.platforms.api import JobView, LogLine, LogQuery, Platform
 from ringweave.telemetry import Event
-from ringweave.topology import Cluster
 
 EVENT_FILES = ("events.jsonl", "*/*/round-*/events.jsonl", "hosts/*/*/*/round-*/events.jsonl")
 """Places of event logs below the folder of a run or a job."""
@@ -53,7 +51,6 @@ class RunSource:
         self._logs, self._streamed = WorkerOutput(), queue.Queue[LogLine | None](MAX_WAITING_LINES)
         self._view, self._viewed_s = self._read_view(), clock()
         self._has_files = self._directory is not None or api.are_files_here(self._view)
-        self._cluster: tuple[int, Cluster | None] = (0, None)
         self._trouble = ""
         self._begin_anew()
         self._news = self._read_news()
@@ -122,7 +119,7 @@ class RunSource:
 
     def sections(self) -> dict[str, Any]:
         """Return all sections of the page, as JSON values."""
-        sections = self._model.sections(self._read_cluster(), is_over=self._view.state.is_end)
+        sections = self._model.sections(is_over=self._view.state.is_end)
         job_events: list[Document] = [
             {"time_s": each.time_s, "kind": each.kind, "rank": None, "text": each.text} for each in self._view.events
         ]
@@ -214,20 +211,6 @@ class RunSource:
         root = Path(self._view.files)
         found = [path for pattern in EVENT_FILES for path in rotation.find_logs(root, pattern)]
         return sorted(found, key=lambda path: (int(match.group(1)) if (match := _ROUND.search(str(path))) else 0, path))
-
-    def _read_cluster(self) -> Cluster | None:
-        """Return the cluster of the newest run directory, if its file is there and whole."""
-        paths = [RunDir(root=path.parent).cluster_file for path in self._event_files()]
-        path = next((each for each in reversed(paths) if each.is_file()), None)
-        if path is None:
-            return None
-        changed_ns = path.stat().st_mtime_ns
-        if self._cluster[0] != changed_ns:
-            try:
-                self._cluster = (changed_ns, topology.load(str(path)))
-            except (OSError, RingweaveError):
-                self._cluster = (changed_ns, None)
-        return self._cluster[1]
 
 
 class WorkerOutput:

@@ -17,10 +17,12 @@ from typing import Any, Self, TextIO
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import UsageError, explain, printable, shorten
 from ringweave.files import file_io, rotation
-from ringweave.telemetry.kinds import EVENT_KINDS, EVENTS_FORMAT
+from ringweave.telemetry.kinds import EVENT_KINDS, EVENTS_FORMAT, MAX_CLUSTER_TEXT
 
 Event = dict[str, Any]
 
+UNLISTED_FIELDS = ("time", "kind", "cluster_text")
+"""Fields that are no part of an event's text in a list."""
 MAX_FLAWS = 12
 """Different flaws of unread lines that are named; further ones are counted together."""
 
@@ -384,6 +386,10 @@ def _is_text(value: Any) -> bool:
     return type(value) is str
 
 
+def _is_cluster_text(value: Any) -> bool:
+    return type(value) is str and len(value) <= MAX_CLUSTER_TEXT
+
+
 def _is_bool(value: Any) -> bool:
     return type(value) is bool
 
@@ -428,6 +434,7 @@ _BY_NAME: Mapping[str, Check] = {
     **dict.fromkeys(("after", "best", "by_rank", "leaving", "shares", "splits", "starting"), _list_of(_is_int)),
     **dict.fromkeys(("rings", "sites"), _list_of(_list_of(_is_int))),
     **dict.fromkeys(("command", "newcomers", "nodes", "switches"), _list_of(_is_text)),
+    "cluster_text": _is_cluster_text,
     "loss": _maybe(_is_any_number),
     **dict.fromkeys(("new_s", "old_s"), _is_any_number),
     "member": _is_member,
@@ -463,7 +470,7 @@ _BY_KIND: Mapping[str, Mapping[str, Check]] = {
 _LATER: Mapping[str, Any] = {
     **dict.fromkeys(("disk_stall_s", "forward_s", "input_processor_s", "memory_stall_s"), 0.0),
     **dict.fromkeys(("memory_bytes", "read_bytes", "trials", "trials_s"), 0),
-    "part": "",
+    **dict.fromkeys(("cluster_text", "part"), ""),
     "total": None,
     "wire": "exact",
 }

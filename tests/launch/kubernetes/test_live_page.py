@@ -52,12 +52,12 @@ def test_an_archived_log_keeps_a_quarter_of_its_room_for_events(monkeypatch: pyt
         log.add(f"{EVENT_LINE_PREFIX}{number:02}")  # 21 bytes
     events = [line for line in log.lines if line.startswith(EVENT_LINE_PREFIX)]
     assert events == [f"{EVENT_LINE_PREFIX}{number}" for number in range(96, 100)]
-    assert len(log.lines) - len(events) == 17
+    assert len(log.lines) - len(events) == 16
     assert log.lines[-2:] == ["[0] line 000000099", f"{EVENT_LINE_PREFIX}99"]
     few = LogTail()
     for number in range(100):
         few.add(f"[0] line {number:09}")
-    assert len(few.lines) == 22, "and all of it without any"
+    assert len(few.lines) == 21, "and all of it without any; each is whole"
 
 
 def test_the_log_of_a_pod_that_goes_has_its_events(tmp_path: Path) -> None:
@@ -92,6 +92,8 @@ def test_the_page_of_a_job_that_runs_and_is_over(place: Place, tmp_path: Path, m
     assert run["head"]["state"] == "Running"
     assert [(row["node"], row["state"]) for row in run["ranks"]["rows"]] == [("n0", "running"), ("n1", "running")]
     assert run["progress"]["total"] == 1_000_000
+    tree = run["topology"]["tree"]["children"]
+    assert [each["label"] for each in tree] == ["n0, 1 device, rank 0", "n1, 1 device, rank 1"]
     assert run["steps"]["waits"]["ranks"] == [0, 1]
     assert [row["source"] for row in run["logs"]["sources"]] == ["rank 0", "rank 1"]
     assert not any(EVENT_LINE_PREFIX in line.text for line in place.service.logs("seen", LogQuery()))
