@@ -261,32 +261,6 @@ class EventTail:
                 yield event
 
 
-class RunTail:
-    """Reads the events of a whole run as they are added: one file on one machine, or one for each node and attempt.
-
-    Of jobs and runs on hosts, the events of the last round count. Files of a run on hosts are here after its end.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        """`folder` is a run directory, or that of a job's files; it need not exist yet."""
-        self._folder, self._round = Path(folder), -1
-        self._tails: dict[Path, EventTail] = {}
-        self.unread = UnreadRecords()
-        """Lines that were no event as its kind has to be."""
-
-    def read_new(self) -> list[Event]:
-        """Return events added since the last call, by their times.
-
-        Raises:
-            UsageError: An attempt has events of another format.
-        """
-        last, paths = find_event_files(self._folder)
-        if last != self._round:
-            self._round, self._tails = last, {}
-        tails = [self._tails.setdefault(path, EventTail(path, self.unread)) for path in paths]
-        return sorted((event for tail in tails for event in tail.read_new()), key=lambda event: event["time"])
-
-
 def find_event_files(folder: str | Path) -> tuple[int, list[Path]]:
     """Return the last round of a run, 0 without rounds, and its files of events, of all nodes."""
     folder = Path(folder)
