@@ -67,7 +67,7 @@ def write_events(folder: Path, events: list[dict[str, Any]]) -> None:
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
-class Target(exporters.Exporter):
+class KeptEvents(exporters.Exporter):
     """Keeps the events that it gets."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Target(exporters.Exporter):
 def test_a_run_that_goes_on_is_followed_to_its_end(tmp_path: Path) -> None:
     events = run_events()
     write_events(tmp_path, events[:10])
-    metrics, target, sleeps, service = RunMetrics(), Target(), [], OtherPlatform("local", str(tmp_path))
+    metrics, target, sleeps, service = RunMetrics(), KeptEvents(), [], OtherPlatform("local", str(tmp_path))
 
     def sleep(seconds: float) -> None:
         sleeps.append(seconds)
@@ -106,7 +106,7 @@ def test_a_job_whose_events_are_elsewhere_is_exported_once_whatever_connections_
     platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_source, "RETRY_S", 0.01)
-    service, metrics, target = OtherPlatform(platform, ""), RunMetrics(), Target()
+    service, metrics, target = OtherPlatform(platform, ""), RunMetrics(), KeptEvents()
     service.event_lines, service.num_failures = event_lines(), 3
     follow_run(JobReader(service, "job"), metrics, [target], lambda _: time.sleep(0.01))
     assert sorted(target.seen[1:], key=lambda event: (event["time"], str(event))) == last_round(service.event_lines)
@@ -122,7 +122,7 @@ def test_what_a_stream_lacks_of_a_run_on_hosts_comes_from_its_files(tmp_path: Pa
         log = folder / "hosts" / "a" / node / "1" / "round-2" / "events.jsonl"
         log.parent.mkdir(parents=True)
         log.write_text("".join(f"{line.text}\n" for line in lines if line.node == node))
-    service, metrics, target = OtherPlatform("hosts", str(folder)), RunMetrics(), Target()
+    service, metrics, target = OtherPlatform("hosts", str(folder)), RunMetrics(), KeptEvents()
     of_n1 = [line for line in lines if line.node == "n1"]
     service.event_lines, reader = [*lines[:12], *of_n1[:6]], JobReader(service, "job")
     exported = ExportedEvents(metrics, [target])
@@ -140,7 +140,7 @@ def test_sums_are_of_the_newest_round(tmp_path: Path) -> None:
         folder = tmp_path / "n0" / "1" / f"round-{round_}"
         folder.mkdir(parents=True)
         write_events(folder, run_events())
-    metrics, target = RunMetrics(), Target()
+    metrics, target = RunMetrics(), KeptEvents()
     follow_run(JobReader(OtherPlatform("local", str(tmp_path), JobState.SUCCEEDED), "job"), metrics, [target])
     assert target.seen == run_events() * 2
     assert metrics.by_rank()["7"]["steps"] == 300
