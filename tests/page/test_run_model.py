@@ -383,6 +383,22 @@ def test_a_run_on_hosts_that_is_over_is_shown_by_its_files(tmp_path: Path, monke
     assert found["topology"]["tree"]["children"], "of its cluster file"
 
 
+def test_a_run_that_is_removed_between_two_looks_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_source, "STATE_INTERVAL_S", 0.0)
+    service = OtherPlatform("hosts", "")  # the page of a host that has not started the run
+    service.event_lines = event_lines()
+    source = RunSource(service, "job")
+    source.read_all()
+    assert not source.sections()["head"]["is_over"]
+    service.view = replace(service.view, state=JobState.SUCCEEDED)
+    source.poll()
+    found = source.sections()
+    assert (found["head"]["state"], found["head"]["is_over"]) == ("Removed", True)
+    last = "It was Running when it was last seen. Its output and files are where it was started."
+    assert found["head"]["trouble"] == f"job: removed {last}"
+    assert found["ranks"]["last_s"] is None, "numbers of the whole attempt"
+
+
 def test_hostile_texts_are_no_markup(tmp_path: Path) -> None:
     folder = synthetic.write_run(tmp_path / "run", 4, 200, outcome="failed", per_node=2)
     source = RunSource(RunDirectoryPlatform("me"), str(folder))

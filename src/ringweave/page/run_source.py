@@ -83,7 +83,7 @@ class JobReader:
         self.has_files = self.directory is not None or api.are_files_here(self.view)
         """Event logs are on this machine."""
         self.trouble, self.unread = "", telemetry.UnreadRecords()
-        self._attempt, self._is_gone = -1, False
+        self._attempt, self.is_gone = -1, False
         self._places: dict[tuple[str, int, int], _EventLogPlace] = {}
         self._tails: dict[Path, telemetry.EventTail] = {}
         self._follower: threading.Thread | None = None
@@ -96,7 +96,7 @@ class JobReader:
         self._follower.start()
 
     def _follow_logs(self, query: LogQuery) -> None:
-        while not self.output.read(self._platform, self._name, query, self._streamed.put) and not self._is_gone:
+        while not self.output.read(self._platform, self._name, query, self._streamed.put) and not self.is_gone:
             time.sleep(RETRY_S)
             if not self.has_files:
                 self._streamed.put(None)  # all of them come again
@@ -137,17 +137,21 @@ class JobReader:
 
     def _update_view(self) -> None:
         try:
-            self.view, self.trouble = self._read_view(), ""
+            self.view, self.trouble, self.is_gone = self._read_view(), "", False
         except UnknownJobError as error:
             was_elsewhere = not self.has_files and self.view.files
             directory = run_directory.find_run_dir(self.view.files) if was_elsewhere else None
-            self.trouble, self._is_gone = "" if directory else str(error), True
+            self.trouble, self.is_gone = "" if directory else self._removed_text(error), directory is None
             if directory is not None:
                 self.directory, self.has_files = directory, True
                 self.view = self._read_view()
                 self._begin_replay()
         except RingweaveError as error:
             self.trouble = str(error)
+
+    def _removed_text(self, error: UnknownJobError) -> str:
+        files = " Its output and files are where it was started." if self.view.platform == "hosts" else ""
+        return f"{error} It was {self.view.state} when it was last seen.{files}"
 
     def _feed_until(
         self, consumer: EventConsumer, news: Iterator[tuple[int, bool, Event]], deadline_s: float = math.inf
@@ -238,7 +242,7 @@ class RunSource:
     def sections(self) -> dict[str, Any]:
         """Return all sections of the page, as JSON values."""
         view = self._reader.view
-        sections = self._model.sections(is_over=view.state.is_end)
+        sections = self._model.sections(is_over=view.state.is_end or self._reader.is_gone)
         job_events: list[Document] = [
             {"time_s": each.time_s, "kind": each.kind, "rank": None, "text": each.text} for each in view.events
         ]
@@ -267,8 +271,8 @@ class RunSource:
         )
         return {key: document[key] for key in keys} | {
             "name": view.name if directory is None else directory.root.name,
-            "state": str(view.state),
-            "is_over": view.state.is_end,
+            "state": "Removed" if self._reader.is_gone and not view.state.is_end else str(view.state),
+            "is_over": view.state.is_end or self._reader.is_gone,
             "reason": reason.text if reason else None,
             "hint": reason.hint if reason else None,
             "num_nodes": len(view.used_nodes),
