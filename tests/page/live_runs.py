@@ -11,8 +11,9 @@ from typing import Any
 from tests.ending import ended
 from tests.launch.small_training import epoch, prepared
 
-MEASURED = "run['progress']['train_step'] and all((row['step'] or {}).get('wall_s') for row in run['ranks']['rows'])"
-"""Steps have come, also steps of all ranks that lie within the time shown."""
+_ROWS = "run['ranks']['rows']"
+MEASURED = f"len({_ROWS}) == run['head']['workers'] and all((row['step'] or {{}}).get('wall_s') for row in {_ROWS})"
+"""Steps of all ranks have come that lie within the time shown."""
 OVER = "run['head']['is_over']"
 
 

@@ -88,7 +88,7 @@ def command(  # noqa: PLR0913, PLR0917 - one for each option
 ) -> int:
     """Export JOB, a job or a run directory, to other programs, while it goes on or after its end.
 
-    It reads the events of the run, wherever they are; training is not touched. Several exporters may be named at once.
+    It reads the events of the run; training is not touched. Several exporters may be named at once.
     """
     reader = JobReader(job_options.open_user_platform(place or job_options.find_place(name)), name)
     folder, has_files = Path(reader.view.files if reader.has_files else name), reader.has_files
