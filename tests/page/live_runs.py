@@ -12,7 +12,8 @@ from tests.ending import ended
 from tests.launch.small_training import epoch, prepared
 
 _ROWS = "run['ranks']['rows']"
-MEASURED = f"len({_ROWS}) == run['head']['workers'] and all((row['step'] or {{}}).get('wall_s') for row in {_ROWS})"
+_MEASURES = f"len({_ROWS}) == run['head']['workers'] and all((row['step'] or {{}}).get('wall_s') for row in {_ROWS})"
+MEASURED = f"run['progress']['total'] and {_MEASURES}"
 """Steps of all ranks have come that lie within the time shown."""
 OVER = "run['head']['is_over']"
 
