@@ -35,7 +35,8 @@ from scipy import stats
 
 from ringweave.files import rotation
 from ringweave.launcher import processes
-from ringweave.telemetry import RunTail
+from ringweave.telemetry import EventTail
+from ringweave.telemetry.events import find_event_files
 from ringweave.telemetry.run_metrics import RunMetrics
 
 LIMITS: Mapping[str, Callable[[float], float]] = {
@@ -98,13 +99,12 @@ class Follower:
     kinds: Counter[str] = field(default_factory=Counter)
     pids: dict[int, int] = field(default_factory=dict)
     """Rank -> process id of its worker."""
-
-    def __post_init__(self) -> None:
-        self._tail = RunTail(self.folder)
+    tails: dict[Path, EventTail] = field(default_factory=dict)
 
     def read(self) -> None:
         """Read what is new."""
-        for event in self._tail.read_new():
+        tails = [self.tails.setdefault(path, EventTail(path)) for path in find_event_files(self.folder)[1]]
+        for event in (event for tail in tails for event in tail.iter_new()):
             self.metrics.add(event)
             self.kinds[event["kind"]] += 1
             if event["kind"] == "worker_started":

@@ -1,13 +1,17 @@
 """The live page of runs on hosts: everything that workers measure comes while the run goes on."""
 
 import json
+import random
+import re
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ringweave.launcher.node_context import free_port
 from ringweave_bench import ssh_lab
 from ringweave_bench.ssh_lab import SshLab
 from tests import demands
@@ -31,6 +35,7 @@ def check_live(run: dict[str, Any], nodes: list[str]) -> None:
     assert {"worker_started", "training_prepared"} <= {row["kind"] for row in run["events"]["rows"]}
     assert [row["source"] for row in run["logs"]["sources"]] == [f"rank {rank}" for rank in range(len(nodes))]
     assert run["counts"]["unread_text"] == ""
+    assert [each["label"].partition(",")[0] for each in run["topology"]["tree"]["children"]] == nodes
 
 
 @pytest.mark.parametrize("host", [None, "b"])
@@ -39,13 +44,12 @@ def test_a_page_where_the_run_was_started_and_one_on_a_host(hosts: FakeHosts, ho
     command = hosts.start("run", "--hosts", "a,b", "--name", "mine", "--run-dir", "out", "train.py")
     hosts.wait(lambda: any(path.name == "events.jsonl" for path in hosts.run_files("b")), "workers begin")
     place = {"cwd": hosts.home(host) if host else folder, "environ": hosts.environ(host)}
-    gone = f"{OVER} or run['head']['trouble']"  # after its end a run is soon removed from its hosts
-    conditions = (MEASURED, gone) if host else (MEASURED, OVER, f"{OVER} and run['head']['platform'] == 'runs'")
+    conditions = (MEASURED, OVER) if host else (MEASURED, OVER, f"{OVER} and run['head']['platform'] == 'runs'")
     with read_page(*conditions, words=("mine",) if host else ("out",), **place) as pages:
         check_live(next(pages), ["a", "b"])
         flag.touch()
         over = next(pages)
-        assert over["head"]["state"] == "Succeeded" or ": removed" in over["head"]["trouble"]
+        assert over["head"]["state"] in ("Succeeded", "Removed")
         if host is None:
             assert over["head"]["state"] == "Succeeded"
             whole = next(pages)  # its files have come
@@ -55,16 +59,35 @@ def test_a_page_where_the_run_was_started_and_one_on_a_host(hosts: FakeHosts, ho
     assert command.wait(timeout=60) == 0
 
 
-def test_why_of_a_run_that_goes_on(hosts: FakeHosts) -> None:
+def ranks_with_steps(port: int) -> set[str]:
+    """Ranks of which an export has served steps."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            return set(re.findall(r'ringweave_rank_steps_total{node="\w+",rank="(\d+)"}', answer.read().decode()))
+    except OSError:
+        return set()
+
+
+def test_why_and_export_of_a_run_that_goes_on(hosts: FakeHosts) -> None:
     slow = "if os.environ['RANK'] == '1':\n    model.register_forward_pre_hook(lambda *_: time.sleep(0.05))\nprint("
     hosts.write_script(training(str(hosts.root / "flag")).replace("print(", slow, 1))
     hosts.start("run", "--hosts", "a,b", "--name", "mine", "--run-dir", "out", "train.py")
+    hosts.wait(lambda: any(path.name == "events.jsonl" for path in hosts.run_files("b")), "workers begin")
+    ports = {host: free_port(random.SystemRandom()) for host in (None, "b")}
+    exports = [
+        hosts.start("export", "mine", "--prometheus", str(port), "--tensorboard", "curves", host=host)
+        for host, port in ports.items()
+    ]
+    for port in ports.values():
+        hosts.wait(lambda port=port: ranks_with_steps(port) == {"0", "1"}, "steps of both ranks")
 
     def said() -> bool:
         return "The others wait for rank 1 on node b" in hosts.run("why", "mine").stdout
 
     hosts.wait(said, "a verdict", 90.0)
     (hosts.root / "flag").touch()
+    assert [each.wait(timeout=60) for each in exports] == [0, 0]
+    assert all(list((folder / "curves").iterdir()) for folder in (hosts.root / "user" / "project", hosts.home("b")))
 
 
 @pytest.fixture

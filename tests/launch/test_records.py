@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from ringweave import telemetry
 from ringweave.launcher import run_dir
+from ringweave.launcher.outcome import RunRecorder
+from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.workers import WorkerGroup, WorkerSpec
 
 
 def collectives(rank: int, group: str, **by_schedule: tuple[int, int, int]) -> dict:
@@ -136,3 +140,20 @@ def test_a_record_that_is_too_long_is_kept_beside(tmp_path: Path, monkeypatch: p
 def test_versions_come_without_importing_torch() -> None:
     assert run_dir.software_versions()["torch"] == importlib.metadata.version("torch")
     assert run_dir.software_versions()["ringweave"] == importlib.metadata.version("ringweave")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more", "is_recorded"),
+    [((0, 1), 0, True), ((2, 3), 0, False), ((), 0, True), ((0,), 1, False)],
+    ids=["first node", "other node", "torchrun", "too long"],
+)
+def test_one_event_of_an_attempt_has_the_cluster_file(
+    tmp_path: Path, ranks: tuple[int, ...], more: int, is_recorded: bool
+) -> None:
+    directory, text = RunDir(root=tmp_path), "#".ljust(telemetry.MAX_CLUSTER_TEXT + more, "é")
+    directory.cluster_file.write_text(text, encoding="utf-8")
+    workers = tuple(WorkerSpec(global_rank=rank, local_rank=0, node="a", environ={}) for rank in ranks)
+    record = {"attempt": 1, "command": ["s.py"], "world_size": 4, "cluster": {"name": "c"}}
+    RunRecorder(directory, WorkerGroup(argv=(), workers=workers), record)
+    (event,) = telemetry.read_events(directory.events)
+    assert event["cluster_text"] == (text if is_recorded else "")

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from ringweave import telemetry
+
 pytestmark = pytest.mark.distributed
 
 PRINT_ENVIRON = """
@@ -83,6 +85,7 @@ def test_a_cluster_file_gives_one_worker_per_device(start, script, tmp_path) -> 
     assert sorted(run.stdout.splitlines()) == ["[0] a0 0", "[1] a0 1", "[2] b0 0"]
     assert (run.run_dir / "cluster.yaml").read_text() == text
     assert run.record["cluster"]["path"] == "pair.yaml"
+    assert next(telemetry.read_events(run.run_dir / "events.jsonl"))["cluster_text"] == text
 
 
 def test_output_is_merged_by_line_and_kept_by_rank(start, script) -> None:

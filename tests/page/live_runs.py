@@ -11,8 +11,10 @@ from typing import Any
 from tests.ending import ended
 from tests.launch.small_training import epoch, prepared
 
-MEASURED = "run['progress']['train_step'] and all((row['step'] or {}).get('wall_s') for row in run['ranks']['rows'])"
-"""Steps have come, also steps of all ranks that lie within the time shown."""
+_ROWS = "run['ranks']['rows']"
+_MEASURES = f"len({_ROWS}) == run['head']['workers'] and all((row['step'] or {{}}).get('wall_s') for row in {_ROWS})"
+MEASURED = f"run['progress']['total'] and {_MEASURES}"
+"""Steps of all ranks have come that lie within the time shown."""
 OVER = "run['head']['is_over']"
 
 

@@ -19,8 +19,8 @@ switches:
 
 
 def cluster_text(num_nodes: int, per_node: int) -> str:
-    """Two racks behind thin uplinks."""
-    switches = "".join(f"  - name: r{rack}\n    uplink: 100Mbit/s\n" for rack in range(2))
+    """Two racks behind thin uplinks; one for a single node."""
+    switches = "".join(f"  - name: r{rack}\n    uplink: 100Mbit/s\n" for rack in range(min(2, num_nodes)))
     node = "  - name: n{0}\n    nic: 400Mbit/s\n    switch: r{1}\n    devices: {2}\n"
     nodes = "".join(node.format(index, index * 2 // num_nodes, per_node) for index in range(num_nodes))
     return CLUSTER.format(switches=switches, nodes=nodes)
@@ -49,9 +49,9 @@ def events(num_ranks: int, num_steps: int, *, step_s: float = 0.1, per_node: int
     def event(kind: str, time_s: float = 0.0, **fields: Any) -> dict[str, Any]:
         return {"time": BEGIN_S + time_s, "kind": kind, **fields}
 
-    yield event(
-        "run_started", format=EVENTS_FORMAT, attempt=1, command=["t.py"], cluster="two-racks", world_size=num_ranks
-    )
+    file = cluster_text(math.ceil(num_ranks / per_node), per_node)
+    started = {"command": ["t.py"], "cluster": "two-racks", "world_size": num_ranks, "cluster_text": file}
+    yield event("run_started", format=EVENTS_FORMAT, attempt=1, **started)
     for rank in range(num_ranks):
         yield event("worker_started", 0.1, rank=rank, node=nodes[rank], local_rank=rank % per_node, pid=1000 + rank)
     members = list(range(num_ranks))
@@ -92,7 +92,6 @@ def write_run(folder: Path, num_ranks: int, num_steps: int, *, outcome: str = "r
     """Write a run directory; returns it. A failed one has lost a rank, with hostile texts in events and logs."""
     per_node = sizes.setdefault("per_node", 8)
     (folder / "logs").mkdir(parents=True)
-    (folder / "cluster.yaml").write_text(cluster_text(math.ceil(num_ranks / per_node), per_node))
     nodes = [{"name": f"n{rank // per_node}", "workers": []} for rank in range(0, num_ranks, per_node)]
     for rank in range(num_ranks):
         nodes[rank // per_node]["workers"].append(rank)

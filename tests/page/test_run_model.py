@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from ringweave import topology
 from ringweave.errors import LaunchError, UnknownJobError
 from ringweave.jobs.states import JobState, NodeState
 from ringweave.page import run_model, run_source
@@ -21,11 +20,11 @@ from tests import polling
 from tests.page import synthetic
 
 
-def sections_of(events: Any, *, is_over: bool = False, cluster: str | None = None) -> dict[str, Any]:
+def sections_of(events: Any, *, is_over: bool = False) -> dict[str, Any]:
     model = RunModel()
     for event in events:
         model.add(event)
-    return model.sections(topology.loads(cluster) if cluster else None, is_over=is_over)
+    return model.sections(is_over=is_over)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +43,7 @@ def test_texts_are_shown_as_they_are(text: str, shown: str) -> None:
 
 
 def test_a_run_with_everything() -> None:
-    found = sections_of(synthetic.events(4, 600, per_node=2), cluster=synthetic.cluster_text(2, 2))
+    found = sections_of(synthetic.events(4, 600, per_node=2))
     assert found["verdict"]["losses"][0]["rank"] == 3
     assert (found["progress"]["train_step"], found["progress"]["total"]) == (600, 600)
     assert found["progress"]["predicted_left_s"] == 0.0
@@ -98,9 +97,13 @@ def test_a_probed_network_is_the_tree_of_the_page() -> None:
     rates |= {f"{dst}->{src}": rate for src, (dst, rate) in links.items()}
     formed = {"kind": "group_formed", "rank": 0, "group": "world", "node": "a", "nodes": ["a", "a", "b", "c"]}
     probed = {"kind": "network_measured", "rank": 0, "group": "world", "nodes": ["a", "b", "c"], "rates": rates}
-    file = synthetic.cluster_text(2, 2)  # of one node's agent
-    events = [{"time": 1.0, "members": [0, 1, 2, 3], **formed}, {"time": 1.1, "switches": ["r0", "r1"], **probed}]
-    tree = sections_of(events, cluster=file)["topology"]["tree"]
+    started = next(synthetic.events(4, 100, per_node=2))  # with the cluster file of an agent
+    events = [
+        started,
+        {"time": 1.0, "members": [0, 1, 2, 3], **formed},
+        {"time": 1.1, "switches": ["r0", "r1"], **probed},
+    ]
+    tree = sections_of(events)["topology"]["tree"]
     assert [(each["label"], each["bytes_per_s"], each["is_measured"]) for each in tree["children"]] == [
         ("r0", 4e6, True),
         ("r1", 5e6, True),
@@ -111,9 +114,48 @@ def test_a_probed_network_is_the_tree_of_the_page() -> None:
     assert sections_of([*events, broken])["counts"]["unread"] == 1
 
 
+def chain(num_switches: int) -> str:
+    switch, last = "  - {{name: s{0}, uplink: 1Mbit/s, parent: s{1}}}\n", num_switches - 1
+    below = "".join(switch.format(each, each + 1) for each in range(last))
+    top = f"  - {{name: s{last}, uplink: 1Mbit/s}}\n"
+    return f"name: c\nswitches:\n{below}{top}nodes:\n  - {{name: n, switch: s0, nic: 1Mbit/s, devices: 1}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("name: two-racks\nnodes: [{}]", "ClusterError"),
+        ("\x00{{{", "ClusterError"),
+        (chain(run_model.MAX_SWITCH_LEVELS + 1), "ValueError"),
+        (chain(1200), "ValueError"),
+    ],
+)
+def test_a_cluster_that_cannot_be_shown_costs_the_tree_alone(text: str, error: str) -> None:
+    whole = list(synthetic.events(4, 100, per_node=2))
+    found = sections_of([{**whole[0], "cluster_text": text}, *whole[1:]])
+    assert (found["topology"]["cluster"], found["topology"]["tree"]) == (None, None)
+    assert found["topology"]["links"][0]["name"] == "r0->core"
+    assert found["counts"]["unread_text"] == f"1 record of the event log could not be read: run_started ({error}) (1)."
+    deepest = sections_of([{**whole[0], "cluster_text": chain(run_model.MAX_SWITCH_LEVELS)}, *whole[1:]])
+    assert run_model.dump_sections(deepest)["topology"].count('"is_switch":true') == run_model.MAX_SWITCH_LEVELS + 1
+
+
+def test_an_attempt_is_shown_with_its_own_cluster_whichever_node_tells_of_it() -> None:
+    whole = list(synthetic.events(4, 100, per_node=2))
+    other = {**whole[0], "cluster_text": ""}
+    model = RunModel()
+    for event in (whole[0], other):  # of the node with rank 0, and of another one
+        model.add(event)
+    assert model.sections(is_over=False)["topology"]["cluster"] == "two-racks"
+    assert "name: two-racks" not in model.sections(is_over=False)["events"]["rows"][0]["text"]
+    model.begin_attempt()
+    model.add(other)
+    assert model.sections(is_over=False)["topology"] is None
+
+
 def test_what_is_not_recorded_is_said_and_not_invented() -> None:
-    kinds = ("run_started", "worker_started")
-    found = sections_of(event for event in synthetic.events(2, 100) if event["kind"] in kinds)
+    started = [event for event in synthetic.events(2, 100) if event["kind"] in ("run_started", "worker_started")]
+    found = sections_of([{**started[0], "cluster_text": ""}, *started[1:]])
     for name in ("loss", "steps", "topology", "collectives", "training", "rings", "sites", "stages"):
         assert not found[name], name
     silence = "No verdict yet: 0 steps of ringweave.prepare, or scheduled collectives, are reported, and it takes 20."
@@ -338,7 +380,23 @@ def test_a_run_on_hosts_that_is_over_is_shown_by_its_files(tmp_path: Path, monke
     found = follow(source, lambda run: run["head"]["is_over"])
     assert (found["head"]["name"], found["head"]["state"], found["head"]["trouble"]) == ("out", "Succeeded", None)
     assert found["progress"]["train_step"] == 300
-    assert found["topology"]["tree"]["children"], "with its cluster file"
+    assert found["topology"]["tree"]["children"], "of its cluster file"
+
+
+def test_a_run_that_is_removed_between_two_looks_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_source, "STATE_INTERVAL_S", 0.0)
+    service = OtherPlatform("hosts", "")  # the page of a host that has not started the run
+    service.event_lines = event_lines()
+    source = RunSource(service, "job")
+    source.read_all()
+    assert not source.sections()["head"]["is_over"]
+    service.view = replace(service.view, state=JobState.SUCCEEDED)
+    source.poll()
+    found = source.sections()
+    assert (found["head"]["state"], found["head"]["is_over"]) == ("Removed", True)
+    last = "It was Running when it was last seen. Its output and files are where it was started."
+    assert found["head"]["trouble"] == f"job: removed {last}"
+    assert found["ranks"]["last_s"] is None, "numbers of the whole attempt"
 
 
 def test_hostile_texts_are_no_markup(tmp_path: Path) -> None:

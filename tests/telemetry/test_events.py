@@ -14,10 +14,13 @@ from ringweave.launcher.run_dir import summarize_events
 from ringweave.telemetry import (
     EVENT_KINDS,
     EVENTS_FORMAT,
+    MAX_CLUSTER_TEXT,
     EventLog,
     EventTail,
+    UnreadRecords,
     event_lines,
     events,
+    parse_event,
     read_events,
     read_last_attempt,
 )
@@ -29,7 +32,8 @@ def exited(rank: int) -> dict[str, object]:
 
 
 def started(attempt: int) -> dict[str, object]:
-    return {"format": EVENTS_FORMAT, "attempt": attempt, "command": ["train.py"], "cluster": "two", "world_size": 2}
+    of = {"cluster": "two", "world_size": 2, "cluster_text": ""}
+    return {"format": EVENTS_FORMAT, "attempt": attempt, "command": ["train.py"], **of}
 
 
 WRITE_MANY = """
@@ -159,6 +163,17 @@ def test_an_attempt_of_another_format_is_refused(tmp_path: Path, words: dict[str
     for read in (lambda: list(read_events(path)), lambda: read_last_attempt(path), EventTail(path).read_new):
         with pytest.raises(UsageError, match=expected):
             read()
+
+
+def test_a_log_from_before_a_field_has_what_stands_for_it() -> None:
+    event = {"time": 1.0, "kind": "run_started", **started(1)}
+    del event["cluster_text"]
+    assert parse_event(json.dumps(event).encode()) == {**event, "cluster_text": ""}
+    unread = UnreadRecords()
+    longest = {**event, "cluster_text": "é" * MAX_CLUSTER_TEXT}
+    assert parse_event(json.dumps(longest).encode(), unread) == longest
+    assert parse_event(json.dumps({**event, "cluster_text": "x" * (MAX_CLUSTER_TEXT + 1)}).encode(), unread) is None
+    assert "run_started with a wrong cluster_text (1)" in unread.text()
 
 
 def test_every_field_has_a_meaning() -> None:

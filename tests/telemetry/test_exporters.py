@@ -1,24 +1,34 @@
 """Exporters of events: a real Prometheus, OpenTelemetry's SDK, TensorBoard, Weights & Biases and MLflow."""
 
 import importlib.util
+import itertools
 import json
 import random
 import shutil
 import subprocess
+import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ringweave.cli.export import follow_run
+from ringweave import telemetry
+from ringweave.cli.export import ExportedEvents, follow_run
 from ringweave.errors import LaunchError, UsageError
+from ringweave.jobs.states import JobState
 from ringweave.launcher.node_context import free_port
-from ringweave.telemetry import RunTail, exporters
+from ringweave.page import run_source
+from ringweave.page.run_source import JobReader
+from ringweave.platforms.api import LogLine
+from ringweave.telemetry import exporters
 from ringweave.telemetry.run_metrics import COUNTER, METRICS, RunMetrics
+from tests.page import synthetic
+from tests.page.test_run_model import OtherPlatform, event_lines
 from tests.polling import wait_until
 from tests.telemetry.examples import example
 from tests.telemetry.test_verdict import traffic, window
@@ -57,23 +67,82 @@ def write_events(folder: Path, events: list[dict[str, Any]]) -> None:
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
+class KeptEvents(exporters.Exporter):
+    """Keeps the events that it gets."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def export(self, events: Any) -> None:
+        self.seen.extend(events)
+
+    def close(self) -> None: ...
+
+
 def test_a_run_that_goes_on_is_followed_to_its_end(tmp_path: Path) -> None:
     events = run_events()
     write_events(tmp_path, events[:10])
-    metrics, seen, sleeps = RunMetrics(), [], []
-
-    class Target(exporters.Exporter):
-        def export(self, events: Any) -> None:
-            seen.extend(events)
-
-        def close(self) -> None: ...
+    metrics, target, sleeps, service = RunMetrics(), KeptEvents(), [], OtherPlatform("local", str(tmp_path))
 
     def sleep(seconds: float) -> None:
         sleeps.append(seconds)
         write_events(tmp_path, events)
+        if len(sleeps) > 1:
+            service.view = replace(service.view, state=JobState.SUCCEEDED)
 
-    follow_run(RunTail(tmp_path), metrics, [Target()], lambda: len(sleeps) > 1, sleep)
-    assert seen == events
+    reader = JobReader(service, "job", clock=map(float, itertools.count(0, 60)).__next__)
+    follow_run(reader, metrics, [target], sleep)
+    assert target.seen == events
+    assert metrics.by_rank()["7"]["steps"] == 300
+
+
+def last_round(lines: list[LogLine]) -> list[dict[str, Any]]:
+    found = [telemetry.parse_event(line.text.encode()) for line in lines if line.round == 2]
+    return sorted((event for event in found if event), key=lambda event: (event["time"], str(event)))
+
+
+@pytest.mark.parametrize("platform", ["hosts", "kubernetes"])
+def test_a_job_whose_events_are_elsewhere_is_exported_once_whatever_connections_break(
+    platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_source, "RETRY_S", 0.01)
+    service, metrics, target = OtherPlatform(platform, ""), RunMetrics(), KeptEvents()
+    service.event_lines, service.num_failures = event_lines(), 3
+    follow_run(JobReader(service, "job"), metrics, [target], lambda _: time.sleep(0.01))
+    assert sorted(target.seen[1:], key=lambda event: (event["time"], str(event))) == last_round(service.event_lines)
+    assert {rank: row["steps"] for rank, row in metrics.by_rank().items()} == dict.fromkeys("0123", 200)
+
+
+def test_what_a_stream_lacks_of_a_run_on_hosts_comes_from_its_files(tmp_path: Path) -> None:
+    lines, folder = [line for line in event_lines() if line.round == 2], tmp_path / "out"
+    lines.insert(5, replace(lines[0], text="{"))
+    synthetic.write_run(folder, 4, 100, outcome="done", per_node=2)
+    (folder / "events.jsonl").unlink()
+    for node in ("n0", "n1"):
+        log = folder / "hosts" / "a" / node / "1" / "round-2" / "events.jsonl"
+        log.parent.mkdir(parents=True)
+        log.write_text("".join(f"{line.text}\n" for line in lines if line.node == node))
+    service, metrics, target = OtherPlatform("hosts", str(folder)), RunMetrics(), KeptEvents()
+    of_n1 = [line for line in lines if line.node == "n1"]
+    service.event_lines, reader = [*lines[:12], *of_n1[:6]], JobReader(service, "job")
+    exported = ExportedEvents(metrics, [target])
+    reader.follow_logs(events_only=True)
+    wait_until(lambda: (reader.feed(exported), exported.export(), len(target.seen) == 17)[-1], limit_s=20.0)
+    service.view, service.event_lines = replace(service.view, state=JobState.SUCCEEDED), []  # removed from its hosts
+    follow_run(reader, metrics, [target], lambda _: time.sleep(0.01))
+    assert sorted(target.seen, key=lambda event: (event["time"], str(event))) == last_round(lines)
+    assert {rank: row["steps"] for rank, row in metrics.by_rank().items()} == dict.fromkeys("0123", 200)
+    assert reader.unread.count == 1
+
+
+def test_sums_are_of_the_newest_round(tmp_path: Path) -> None:
+    for round_ in (1, 2):
+        folder = tmp_path / "n0" / "1" / f"round-{round_}"
+        folder.mkdir(parents=True)
+        write_events(folder, run_events())
+    metrics, target = RunMetrics(), KeptEvents()
+    follow_run(JobReader(OtherPlatform("local", str(tmp_path), JobState.SUCCEEDED), "job"), metrics, [target])
+    assert target.seen == run_events() * 2
     assert metrics.by_rank()["7"]["steps"] == 300
 
 
@@ -214,7 +283,7 @@ def test_curves_are_read_by_tensorboard(tmp_path: Path) -> None:
 def test_curves_are_logged_offline_to_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    exporter = exporters.WandbExporter("ringweave-test", tmp_path)
+    exporter = exporters.WandbExporter("ringweave-test", tmp_path.name, tmp_path)
     exporter.export(run_events())
     exporter.close()
     (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from ringweave import telemetry, topology
+from ringweave import telemetry
 from ringweave.cli import main
 from ringweave.launcher import run_dir
 from ringweave.page import run_model
@@ -25,7 +25,6 @@ from tests.page import synthetic
 from tests.telemetry.examples import example
 
 RUN = list(synthetic.events(2, 300, per_node=1))
-CLUSTER = topology.loads(synthetic.cluster_text(2, 1))
 RATES = {"a->core": 1.0, "core->a": 1.0, "b->core": 2.0, "core->b": 2.0}
 NETWORK = {"nodes": ["a", "b"], "switches": [], "rates": RATES}
 OTHERS = [kind for kind in EVENT_KINDS if kind != "run_started"]
@@ -81,7 +80,7 @@ def shown(events: Sequence[Mapping[str, Any]], unread: UnreadRecords) -> dict[st
         metrics.add(event)
     curves.export(events)
     export_traces(events)
-    sections = run_model.dump_sections(model.sections(CLUSTER, is_over=True))
+    sections = run_model.dump_sections(model.sections(is_over=True))
     report_html(sections)
     registry = CollectorRegistry()
     registry.register(RunCollector(metrics))

@@ -9,9 +9,9 @@ import click
 
 from ringweave.cli import job_options
 from ringweave.cli.echo import echo
-from ringweave.errors import UsageError, explain
-from ringweave.platforms.api import JobView, Platform
-from ringweave.telemetry import RunTail, exporters
+from ringweave.errors import UsageError, explain, printable
+from ringweave.page.run_source import JobReader
+from ringweave.telemetry import Event, exporters
 from ringweave.telemetry.exporters import Exporter
 from ringweave.telemetry.run_metrics import RunMetrics
 
@@ -19,28 +19,52 @@ POLL_S = 1.0
 """Time between two looks at the events."""
 
 
+class ExportedEvents:
+    """Feeds exporters with the events of a job, in batches by their times; sums are of its newest attempt or round."""
+
+    def __init__(self, metrics: RunMetrics, targets: Sequence[Exporter]) -> None:
+        self._metrics, self._targets = metrics, targets
+        self._events: list[Event] = []
+
+    def begin_attempt(self, round_: int | None = None) -> None:
+        """Export what waits, and sum anew."""
+        del round_
+        self.export()
+        self._metrics.clear()
+
+    def add(self, event: Event) -> None:
+        """Add an event to the next batch."""
+        self._events.append(event)
+
+    def export(self) -> bool:
+        """Export the batch; return whether there were events in it."""
+        events, self._events = sorted(self._events, key=lambda event: event["time"]), []
+        for event in events:
+            self._metrics.add(event)
+        for target in self._targets:
+            target.export(events)
+        return bool(events)
+
+
 def follow_run(
-    tail: RunTail,
-    metrics: RunMetrics,
-    targets: Sequence[Exporter],
-    is_over: Callable[[], bool],
-    sleep: Callable[[float], None] = time.sleep,
+    reader: JobReader, metrics: RunMetrics, targets: Sequence[Exporter], sleep: Callable[[float], None] = time.sleep
 ) -> None:
     """Feed the exporters until the run is over and all of its events are read."""
+    exported = ExportedEvents(metrics, targets)
+    if not reader.has_files:
+        reader.follow_logs(events_only=True)
     while True:
-        was_over = is_over()
-        events = tail.read_new()
-        for event in events:
-            metrics.add(event)
-        for target in targets:
-            target.export(events)
-        if was_over and not events:
-            metrics.finish()
-            if tail.unread.count:
-                echo(f"ringweave: {tail.unread.text()}", err=True)
-            return
-        if not events:
-            sleep(POLL_S)
+        was_over = reader.is_over()
+        reader.feed(exported)
+        if exported.export():
+            continue
+        if was_over:
+            break
+        sleep(POLL_S)
+    metrics.finish()
+    for text in (reader.unread.text(), reader.output.document()["trouble"]):
+        if text:
+            echo(printable(f"ringweave: {text}"), err=True)
 
 
 @click.command
@@ -66,15 +90,14 @@ def command(  # noqa: PLR0913, PLR0917 - one for each option
 
     It reads the events of the run; training is not touched. Several exporters may be named at once.
     """
-    platform = job_options.open_user_platform(place or job_options.find_place(name))
-    job = platform.job(name)
-    folder = _run_folder(job)
+    reader = JobReader(job_options.open_user_platform(place or job_options.find_place(name)), name)
+    folder, has_files = Path(reader.view.files if reader.has_files else name), reader.has_files
     metrics = RunMetrics()
     makers: dict[tuple[str, object], Callable[[], Exporter]] = {
         ("prometheus", prometheus): lambda: exporters.PrometheusExporter(metrics, prometheus or 0),
         ("otel", otel): lambda: exporters.TraceExporter(folder.name, otel),
         ("tensorboard", tensorboard): lambda: exporters.TensorBoardExporter(tensorboard or folder),
-        ("wandb", wandb): lambda: exporters.WandbExporter(wandb or "", folder),
+        ("wandb", wandb): lambda: exporters.WandbExporter(wandb or "", folder.name, folder if has_files else Path()),
         ("mlflow", mlflow): lambda: exporters.MlflowExporter(mlflow or "", folder.name),
     }
     made = [make for (_, value), make in makers.items() if value is not None]
@@ -82,21 +105,10 @@ def command(  # noqa: PLR0913, PLR0917 - one for each option
         do = "Name one or more, such as --prometheus 9471"
         raise UsageError(explain("exporters", got="none", expected="at least one", do=do, where="ringweave export"))
     with _opened(made) as targets:
-        follow_run(RunTail(folder), metrics, targets, lambda: _is_over(platform, name))
+        follow_run(reader, metrics, targets)
         while keep_serving and prometheus is not None:
             time.sleep(POLL_S)
     return 0
-
-
-def _run_folder(job: JobView) -> Path:
-    if not job.files:
-        do = "Export on the machine that has them"
-        raise UsageError(explain(f"files of {job.name}", got="none", expected="a folder with events", do=do))
-    return Path(job.files)
-
-
-def _is_over(platform: Platform, name: str) -> bool:
-    return platform.job(name).state.is_end
 
 
 @contextmanager

@@ -33,6 +33,7 @@ class RunRecorder:
             command=record["command"],
             cluster=record["cluster"]["name"],
             world_size=record["world_size"],
+            cluster_text=_cluster_text(run_dir, group),
         )
         unknown = {"ended": None, "wall_s": None, "exit_code": None, "outcome": "running", "cause": None}
         first = {"format": launcher_run_dir.RUN_JSON_FORMAT, **record, "started": _local_time(), **unknown}
@@ -78,6 +79,16 @@ class RunRecorder:
         summary = end_attempt(self._run_dir, wall_s=wall_s, outcome=outcome, exit_code=exit_code, cause=cause)
         self.training = summary["training"]
         return wall_s
+
+
+def _cluster_text(run_dir: RunDir, group: WorkerGroup) -> str:
+    """Return the cluster file for the event log, by which other machines know the run; empty if it is too long.
+
+    Of the nodes of a job the one with rank 0 has it for all. Under torchrun the first rank calls, with no workers.
+    """
+    has_first = not group.workers or any(worker.global_rank == 0 for worker in group.workers)
+    text = run_dir.cluster_file.read_text(encoding="utf-8") if has_first and run_dir.cluster_file.exists() else ""
+    return text if len(text) <= telemetry.MAX_CLUSTER_TEXT else ""
 
 
 def end_attempt(run_dir: RunDir, *, wall_s: float, outcome: str, exit_code: int, cause: str | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ringweave import cost
+from ringweave import cost, topology
 from ringweave.errors import RingweaveError
 from ringweave.launcher import run_dir
 from ringweave.page.aggregation import (
@@ -26,7 +26,7 @@ from ringweave.page.aggregation import (
 from ringweave.plots import plan_plot
 from ringweave.plots.plan_plot import OutlineItem
 from ringweave.schedules import wire_formats
-from ringweave.telemetry import EVENT_KINDS, Event, UnreadRecords, verdict
+from ringweave.telemetry import EVENT_KINDS, UNLISTED_FIELDS, Event, UnreadRecords, verdict
 from ringweave.topology import CORE, Cluster, Device, Nic, Node, Switch
 
 RECENT_S = 60.0
@@ -37,6 +37,8 @@ MAX_TEXT = 400
 """Characters of an event or a log line."""
 MAX_COLLECTIVES = 40
 """Rows of predicted beside measured collectives."""
+MAX_SWITCH_LEVELS = 32
+"""Switches above each other in a cluster that is drawn."""
 MEASUREMENTS = frozenset(
     {
         "collectives",
@@ -76,7 +78,8 @@ def _visible(match: re.Match[str]) -> str:
 
 def event_text(event: Event) -> str:
     """Return the fields of an event as a line; those that say nothing are left out."""
-    fields = {key: value for key, value in event.items() if key not in ("time", "kind") and value not in (None, "", [])}
+    said = {key: value for key, value in event.items() if key not in UNLISTED_FIELDS}
+    fields = {key: value for key, value in said.items() if value not in (None, "", [])}
     return ", ".join(f"{key} {_value_text(value)}" for key, value in fields.items())
 
 
@@ -133,6 +136,7 @@ class RunModel:
         self._workers: dict[int, Event] = {}
         self._by_key: dict[str, dict[Any, Event]] = {}
         self._rates: dict[str, float] = {}
+        self._cluster: Cluster | None = None
         self._probed: Cluster | None = None
         self._losses: tuple[int, list[verdict.Loss]] = (0, [])
         self._num_windows = 0
@@ -186,6 +190,10 @@ class RunModel:
     def _add_rates(self, event: Event) -> None:
         self._rates.update({str(name): float(rate) for name, rate in event["rates"].items()})
 
+    def _add_started(self, event: Event) -> None:
+        if event["cluster_text"]:
+            self._cluster = _read_cluster(event["cluster_text"])
+
     def _add_probed(self, event: Event) -> None:
         self._add_rates(event)
         formed = self._by_key.get("group_formed", {}).get(event["group"], {"nodes": event["nodes"]})
@@ -230,15 +238,10 @@ class RunModel:
     def _kept(self, kind: str) -> list[Event]:
         return list(self._by_key.get(kind, {}).values())
 
-    def sections(self, cluster: Cluster | None, *, is_over: bool) -> dict[str, Any]:
-        """Return the sections by name.
-
-        Args:
-            cluster: Cluster of the run, if it has a file of it; one that was probed comes before it.
-            is_over: The run has ended: numbers are those of the whole attempt, else of the last minute.
-        """
+    def sections(self, *, is_over: bool) -> dict[str, Any]:
+        """Return the sections by name; of a run that is over, numbers are of the attempt, else of the last minute."""
         last_s = None if is_over else RECENT_S
-        cluster, ranks = self._probed or cluster, self._rank_rows(last_s)
+        cluster, ranks = self._probed or self._cluster, self._rank_rows(last_s)
         sections = {
             "verdict": self._verdict(is_over=is_over),
             "progress": self._progress_section(is_over=is_over),
@@ -468,7 +471,7 @@ class RunModel:
                 "their stages, where they adapt.",
             ),
             (prepared and not has_memory, "Memory: no window of steps with it has been reported."),
-            (sections["topology"] is None, "Topology: there is no cluster file, and nothing was probed."),
+            (sections["topology"] is None, "Topology: no event has the cluster file, and nothing was probed."),
             (
                 sections["collectives"] is None,
                 "Predicted beside measured collectives: none were timed. Small messages, and those on one machine, run "
@@ -484,6 +487,7 @@ class RunModel:
 
 
 _ADDERS = {
+    "run_started": RunModel._add_started,
     "steps_measured": RunModel._add_steps,
     "iterations_done": RunModel._add_iterations,
     "worker_started": RunModel._add_worker,
@@ -499,6 +503,23 @@ _ADDERS = {
     "traffic_measured": RunModel._add_traffic,
     "generation_begun": RunModel._add_generation,
 }
+
+
+def _read_cluster(text: str) -> Cluster:
+    """Return the cluster of a text, which may have come from another machine.
+
+    Raises:
+        ClusterError: It is none.
+        ValueError: Its switches are too deep to be drawn.
+    """
+    cluster = topology.loads(text)
+    above = {switch.name: switch.parent or CORE for switch in cluster.switches}
+    tops = above
+    for _ in range(MAX_SWITCH_LEVELS - 1):
+        tops = {name: above.get(top, CORE) for name, top in tops.items()}
+    if any(top != CORE for top in tops.values()):
+        raise ValueError(f"more than {MAX_SWITCH_LEVELS} levels of switches")
+    return cluster
 
 
 def _probed_cluster(event: Event, nodes_of_ranks: Sequence[str]) -> Cluster:

@@ -220,7 +220,7 @@ def _node_view(node: str, count: int, state: JobState, progress: Event | None) -
 
 
 def _event_view(event: Event) -> EventView:
-    fields = {key: value for key, value in event.items() if key not in ("time", "kind")}
+    fields = {key: value for key, value in event.items() if key not in telemetry.UNLISTED_FIELDS}
     text = ", ".join(f"{key} {value}" for key, value in fields.items())
     return EventView(time_s=event["time"], kind=event["kind"], text=text)
 

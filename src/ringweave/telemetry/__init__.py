@@ -1,11 +1,11 @@
 """The event log: each process of a run appends events; status, plots and tests read them."""
 
 from ringweave.telemetry.events import (
+    UNLISTED_FIELDS,
     Event,
     EventLog,
     EventTail,
     Iterations,
-    RunTail,
     UnreadRecords,
     event_lines,
     parse_event,
@@ -14,17 +14,18 @@ from ringweave.telemetry.events import (
     read_last_attempt,
     read_run,
 )
-from ringweave.telemetry.kinds import EVENT_KINDS, EVENTS_FORMAT, EventKind
+from ringweave.telemetry.kinds import EVENT_KINDS, EVENTS_FORMAT, MAX_CLUSTER_TEXT, EventKind
 
 __all__ = [
     "EVENTS_FORMAT",
     "EVENT_KINDS",
+    "MAX_CLUSTER_TEXT",
+    "UNLISTED_FIELDS",
     "Event",
     "EventKind",
     "EventLog",
     "EventTail",
     "Iterations",
-    "RunTail",
     "UnreadRecords",
     "event_lines",
     "parse_event",

@@ -17,10 +17,12 @@ from typing import Any, Self, TextIO
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import UsageError, explain, printable, shorten
 from ringweave.files import file_io, rotation
-from ringweave.telemetry.kinds import EVENT_KINDS, EVENTS_FORMAT
+from ringweave.telemetry.kinds import EVENT_KINDS, EVENTS_FORMAT, MAX_CLUSTER_TEXT
 
 Event = dict[str, Any]
 
+UNLISTED_FIELDS = ("time", "kind", "cluster_text")
+"""Fields that are no part of an event's text in a list."""
 MAX_FLAWS = 12
 """Different flaws of unread lines that are named; further ones are counted together."""
 
@@ -259,32 +261,6 @@ class EventTail:
                 yield event
 
 
-class RunTail:
-    """Reads the events of a whole run as they are added: one file on one machine, or one for each node and attempt.
-
-    Of jobs and runs on hosts, the events of the last round count. Files of a run on hosts are here after its end.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        """`folder` is a run directory, or that of a job's files; it need not exist yet."""
-        self._folder, self._round = Path(folder), -1
-        self._tails: dict[Path, EventTail] = {}
-        self.unread = UnreadRecords()
-        """Lines that were no event as its kind has to be."""
-
-    def read_new(self) -> list[Event]:
-        """Return events added since the last call, by their times.
-
-        Raises:
-            UsageError: An attempt has events of another format.
-        """
-        last, paths = find_event_files(self._folder)
-        if last != self._round:
-            self._round, self._tails = last, {}
-        tails = [self._tails.setdefault(path, EventTail(path, self.unread)) for path in paths]
-        return sorted((event for tail in tails for event in tail.read_new()), key=lambda event: event["time"])
-
-
 def find_event_files(folder: str | Path) -> tuple[int, list[Path]]:
     """Return the last round of a run, 0 without rounds, and its files of events, of all nodes."""
     folder = Path(folder)
@@ -384,6 +360,10 @@ def _is_text(value: Any) -> bool:
     return type(value) is str
 
 
+def _is_cluster_text(value: Any) -> bool:
+    return type(value) is str and len(value) <= MAX_CLUSTER_TEXT
+
+
 def _is_bool(value: Any) -> bool:
     return type(value) is bool
 
@@ -428,6 +408,7 @@ _BY_NAME: Mapping[str, Check] = {
     **dict.fromkeys(("after", "best", "by_rank", "leaving", "shares", "splits", "starting"), _list_of(_is_int)),
     **dict.fromkeys(("rings", "sites"), _list_of(_list_of(_is_int))),
     **dict.fromkeys(("command", "newcomers", "nodes", "switches"), _list_of(_is_text)),
+    "cluster_text": _is_cluster_text,
     "loss": _maybe(_is_any_number),
     **dict.fromkeys(("new_s", "old_s"), _is_any_number),
     "member": _is_member,
@@ -463,7 +444,7 @@ _BY_KIND: Mapping[str, Mapping[str, Check]] = {
 _LATER: Mapping[str, Any] = {
     **dict.fromkeys(("disk_stall_s", "forward_s", "input_processor_s", "memory_stall_s"), 0.0),
     **dict.fromkeys(("memory_bytes", "read_bytes", "trials", "trials_s"), 0),
-    "part": "",
+    **dict.fromkeys(("cluster_text", "part"), ""),
     "total": None,
     "wire": "exact",
 }

@@ -140,15 +140,15 @@ class TensorBoardExporter(CurveExporter):
 class WandbExporter(CurveExporter):
     """Logs to Weights & Biases; offline with WANDB_MODE=offline."""
 
-    def __init__(self, project: str, folder: Path) -> None:
-        """Begin a run of the project, with its files in the folder.
+    def __init__(self, project: str, name: str, folder: Path) -> None:
+        """Begin a run of that name in the project, with its files in the folder.
 
         Raises:
             UsageError: wandb is not installed.
         """
         super().__init__()
         library = import_library("wandb", option="--wandb", extra="wandb")
-        self._run = library.init(project=project, name=folder.name, dir=str(folder))
+        self._run = library.init(project=project, name=name, dir=str(folder))
 
     def _add_points(self, points: Mapping[str, float], step: int, time_s: float) -> None:
         # Its own step must not fall, and ranks are at different ones.

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 EVENTS_FORMAT = 2
 """Version of the kinds and fields of events; `run_started` has it, and readers refuse attempts of another version."""
 
+MAX_CLUSTER_TEXT = 64 * 1024
+"""Characters of a cluster file in an event, as long as a line of output: 600 nodes, or 80 with 8 NICs and 8 GPUs."""
 RANK_FIELD = "global rank of the worker"
 
 
@@ -211,9 +213,6 @@ RING_KINDS: Mapping[str, EventKind] = {
 }
 
 
-# A long file on purpose: one table, looked up and not read through.
-
-
 _NODE_FIELD = "name of the worker's node in the cluster file"
 _COLLECTIVE_FIELD = "kind of collective: allreduce, reduce-scatter, allgather or broadcast"
 _PLAN_VERSION_FIELD = "number of the group's plan: 1 for the first, then 2, 3, ..."
@@ -241,6 +240,7 @@ EVENT_KINDS: Mapping[str, EventKind] = {
             "command": "the program and its arguments, as a list",
             "cluster": "name of the cluster; null under torchrun without a cluster file",
             "world_size": "number of workers",
+            "cluster_text": f"cluster file, from rank 0's node; empty elsewhere or over {MAX_CLUSTER_TEXT} characters",
         },
     ),
     "worker_started": EventKind(

@@ -126,6 +126,12 @@ class RunMetrics:
         """Note that no events follow."""
         self._settle(0)
 
+    def clear(self) -> None:
+        """Forget all sums."""
+        self.values.clear()
+        self._exchanges.clear()
+        self._counted.clear()
+
     def by_rank(self) -> dict[str, dict[str, Any]]:
         """Return rank -> sums under the short names of run.json, with `links`: peer -> `sent_bytes` and `busy_s`."""
         self.finish()
@@ -155,9 +161,7 @@ class RunMetrics:
 
     def _add_run_started(self, event: Event) -> None:
         if event["attempt"] > self._attempt > 0:
-            self.values.clear()
-            self._exchanges.clear()
-            self._counted.clear()
+            self.clear()
         self._attempt = event["attempt"]
 
     def _add_steps_measured(self, event: Event) -> None:

@@ -25,7 +25,7 @@ from ringweave.topology.cluster import DEFAULT_LATENCY_S, SHORT_FORM_NIC, Cluste
 def _expand_device_count(devices: Any) -> Any:
     """Expand the short form `devices: 2` to two devices with default values."""
     is_count = isinstance(devices, int) and not isinstance(devices, bool)
-    return [{} for _ in range(devices)] if is_count and 1 <= devices <= cluster.MAX_DEVICES else devices
+    return [DeviceEntry()] * devices if is_count and 1 <= devices <= cluster.MAX_DEVICES else devices
 
 
 class NicEntry(yaml_files.FileEntry):

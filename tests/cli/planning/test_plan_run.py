@@ -7,6 +7,7 @@ from ringweave.cli import main
 from ringweave.telemetry import EVENTS_FORMAT, EventLog
 
 RACKS = Path("examples/clusters/two-racks.yaml")
+STARTED = {"format": EVENTS_FORMAT, "command": ["x"], "cluster": "two-racks", "world_size": 8, "cluster_text": ""}
 NODES = [f"{rack}-{index}" for rack in "ab" for index in range(4)]
 
 
@@ -33,7 +34,7 @@ def measured(log: EventLog, **changes) -> None:
 @pytest.fixture
 def log(tmp_path: Path) -> EventLog:
     log = EventLog(tmp_path / "events.jsonl", clock=lambda: 1.0)
-    log.write("run_started", format=EVENTS_FORMAT, attempt=1, command=["x"], cluster="two-racks", world_size=8)
+    log.write("run_started", **STARTED, attempt=1)
     log.write("group_formed", rank=0, group="0", node="a-0", members=list(range(8)), nodes=NODES)
     return log
 
@@ -94,7 +95,7 @@ def test_the_bound_of_the_plan_goes_before_that_of_the_file(log: EventLog, tmp_p
 
 def test_only_the_last_attempt_counts(log: EventLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measured(log)
-    log.write("run_started", format=EVENTS_FORMAT, attempt=2, command=["x"], cluster="two-racks", world_size=8)
+    log.write("run_started", **STARTED, attempt=2)
     assert main.run_command_line(["plan", "--run", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
         "ringweave: error: measured collectives: 'none', expected at least one schedule_measured event. Let it run "

@@ -1,24 +1,28 @@
 """Events of a job's Pods: in their logs, in archived ones, and on the page while the job runs."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
+from ringweave.cli.export import follow_run
 from ringweave.jobs.records import GroupPhase
 from ringweave.jobs.request import JobRequest, NodeRequest
 from ringweave.jobs.states import JobState
 from ringweave.page import run_source
-from ringweave.page.run_source import RunSource
+from ringweave.page.run_source import JobReader, RunSource
 from ringweave.platforms.agent.agent_channel import AgentStatus
 from ringweave.platforms.api import LogQuery
 from ringweave.platforms.kubernetes import pod_logs
 from ringweave.platforms.kubernetes.agent_main import EVENT_INTERVAL_S, GatewayChannel, GatewayClient
 from ringweave.platforms.kubernetes.pod_logs import EVENT_LINE_PREFIX, LogTail
 from ringweave.telemetry import EventLog
+from ringweave.telemetry.run_metrics import RunMetrics
 from tests.launch.kubernetes.pods import Place, place
 from tests.launch.kubernetes.test_post import CONFIG
 from tests.page.live_runs import training
+from tests.telemetry.test_exporters import KeptEvents
 
 __all__ = ["place"]
 
@@ -52,12 +56,12 @@ def test_an_archived_log_keeps_a_quarter_of_its_room_for_events(monkeypatch: pyt
         log.add(f"{EVENT_LINE_PREFIX}{number:02}")  # 21 bytes
     events = [line for line in log.lines if line.startswith(EVENT_LINE_PREFIX)]
     assert events == [f"{EVENT_LINE_PREFIX}{number}" for number in range(96, 100)]
-    assert len(log.lines) - len(events) == 17
+    assert len(log.lines) - len(events) == 16
     assert log.lines[-2:] == ["[0] line 000000099", f"{EVENT_LINE_PREFIX}99"]
     few = LogTail()
     for number in range(100):
         few.add(f"[0] line {number:09}")
-    assert len(few.lines) == 22, "and all of it without any"
+    assert len(few.lines) == 21, "and all of it without any; each is whole"
 
 
 def test_the_log_of_a_pod_that_goes_has_its_events(tmp_path: Path) -> None:
@@ -89,9 +93,15 @@ def test_the_page_of_a_job_that_runs_and_is_over(place: Place, tmp_path: Path, m
 
     place.wait(is_measured)
     run = source.sections()
+    metrics, exported = RunMetrics(), KeptEvents()
+    exporting = threading.Thread(target=follow_run, args=(JobReader(place.service, "seen"), metrics, [exported]))
+    exporting.start()
+    place.wait(lambda: {event["rank"] for event in exported.seen if event["kind"] == "steps_measured"} == {0, 1})
     assert run["head"]["state"] == "Running"
     assert [(row["node"], row["state"]) for row in run["ranks"]["rows"]] == [("n0", "running"), ("n1", "running")]
     assert run["progress"]["total"] == 1_000_000
+    tree = run["topology"]["tree"]["children"]
+    assert [each["label"] for each in tree] == ["n0, 1 device, rank 0", "n1, 1 device, rank 1"]
     assert run["steps"]["waits"]["ranks"] == [0, 1]
     assert [row["source"] for row in run["logs"]["sources"]] == ["rank 0", "rank 1"]
     assert not any(EVENT_LINE_PREFIX in line.text for line in place.service.logs("seen", LogQuery()))
@@ -101,6 +111,10 @@ def test_the_page_of_a_job_that_runs_and_is_over(place: Place, tmp_path: Path, m
     report = RunSource(place.service, "seen")
     report.read_all()
     over = report.sections()
+    exporting.join(60.0)
+    assert len(exported.seen) == over["counts"]["events"]
+    ranks = {str(row["rank"]): row["step"]["steps"] for row in over["ranks"]["rows"]}
+    assert {rank: row["steps"] for rank, row in metrics.by_rank().items()} == ranks
     assert over["timeline"]["attempts"][0]["outcome"] == "done"
     assert over["progress"]["train_step"] >= run["progress"]["train_step"]
     assert over["counts"]["unread_text"] == ""

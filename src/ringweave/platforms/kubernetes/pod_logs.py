@@ -55,12 +55,9 @@ class LogTail:
         self._kept[is_event].append((self._num_lines, size, line))
         self._num_bytes[is_event] += size
         self._num_lines += 1
-        while True:
+        while sum(self._num_bytes.values()) > MAX_LOG_BYTES:
             drops_event = self._num_bytes[True] > MAX_LOG_BYTES // 4 or not self._kept[False]
-            oldest = self._kept[drops_event]
-            if sum(self._num_bytes.values()) - oldest[0][1] < MAX_LOG_BYTES:
-                return
-            self._num_bytes[drops_event] -= oldest.popleft()[1]
+            self._num_bytes[drops_event] -= self._kept[drops_event].popleft()[1]
 
 
 def unread_log_line(error: Exception) -> str:

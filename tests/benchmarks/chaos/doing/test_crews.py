@@ -38,7 +38,8 @@ def lead(log: EventLog, server: int, claim: int) -> None:
 
 
 def attempt(log: EventLog, number: int) -> None:
-    log.write("run_started", format=EVENTS_FORMAT, attempt=number, command=[], cluster="c", world_size=2)
+    of = {"command": [], "cluster": "c", "world_size": 2, "cluster_text": ""}
+    log.write("run_started", format=EVENTS_FORMAT, attempt=number, **of)
 
 
 def test_the_process_of_a_rank_is_the_last_that_said_so(log: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
