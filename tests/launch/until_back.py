@@ -27,7 +27,7 @@ with ringweave.Iterations() as iterations:
             done += 1
             iterations.done(done, loss.item())
             say(step=done, members=list(loader.members))
-            time.sleep(0.02)
+            time.sleep(0.1)
         account = loader.account
         say(epoch=epoch, trained=account.total.num_samples, lost=account.lost.num_samples)
         is_back = any(not each.endswith(".0") for each in loader.members)
