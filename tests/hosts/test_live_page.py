@@ -61,7 +61,7 @@ def test_why_of_a_run_that_goes_on(hosts: FakeHosts) -> None:
     hosts.start("run", "--hosts", "a,b", "--name", "mine", "--run-dir", "out", "train.py")
 
     def said() -> bool:
-        return "The others wait for rank 1 on node b" in hosts.run("why", "mine").stdout
+        return "The others wait for rank 1 on node b" in hosts.ask("why", "mine").stdout
 
     hosts.wait(said, "a verdict", 90.0)
     (hosts.root / "flag").touch()
