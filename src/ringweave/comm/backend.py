@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 BACKEND_NAME = "ringweave"
 
-_SIDE_CHANNEL, _CHECK_CHANNEL = NUM_CHANNELS, NUM_CHANNELS + 1
-"""Channels of the native backend that no collective uses."""
+_CHECK_CHANNEL = NUM_CHANNELS
+"""Channel of the native backend that no collective uses."""
 _EXIT_TIMEOUT_S = 0.5
 """Limit on waiting for each channel of a group that was not destroyed, at process exit."""
 _RELEASE_S = 0.1
@@ -333,23 +333,15 @@ class RingweaveProcessGroup(NativeProcessGroup):
         """
         return self._engine.allgather_small(row, self._gloo.options._timeout.total_seconds())
 
-    def connect_side_channel(self) -> None:
-        """Connect a channel beside all others, for `allgather_aside`; all ranks call this together."""
-        try:
-            self._native.prepare(_SIDE_CHANNEL, lambda: None)
-        except TransferFailedError as failure:
-            raise self.fail(failure, "connection of the side channel") from failure
-
     def allgather_aside(self, row: Tensor) -> Tensor:
-        """Return the row of each rank as `allgather_small` does, whatever the other channels still wait for.
+        """Return the row of each rank as `allgather_small` does, whatever the channels of collectives still wait for.
+
+        Only a group for sums beside a generation's has the channel for it.
 
         Raises:
             CommunicationError: A rank is dead or silent, or the group has failed before.
         """
-        try:
-            return self._native.allgather(_SIDE_CHANNEL, row, self._gloo.options._timeout.total_seconds())
-        except TransferFailedError as failure:
-            raise self.fail(failure, f"allgather ({row.numel()} x {row.dtype}) on the side channel") from failure
+        return self._engine.allgather_small(row, self._gloo.options._timeout.total_seconds(), is_aside=True)
 
     def wait_for_plan(self) -> "Plan":
         """Return the group's plan, once this rank has it from the first rank; otherwise the first collective waits.
@@ -423,20 +415,23 @@ class RingweaveProcessGroup(NativeProcessGroup):
         from ringweave.comm.engine.engine import CollectiveEngine
         from ringweave.comm.transport.sockets import SPIN_S, SocketTransport
 
-        info, listeners, timeout = self.members, self._listeners, self._timeout
+        info, timeout = self.members, self._timeout
         is_alone = info.num_nodes == 1
         is_crowded = plan_choice.is_oversubscribed([member.location.node for member in info.ranks])
         engine = CollectiveEngine(
             info,
             self._make_selector(),
-            connect=lambda lane: SocketTransport(
-                listeners[lane],
-                lane,
-                info,
-                timeout,
-                spin_s=SPIN_S if is_alone and not is_crowded else 0.0,
-                allows_cross_memory=is_alone,
-            ),
+            [
+                SocketTransport(
+                    listener,
+                    channel,
+                    info,
+                    timeout,
+                    spin_s=SPIN_S if is_alone and not is_crowded else 0.0,
+                    allows_cross_memory=is_alone,
+                )
+                for channel, listener in enumerate(self._listeners)
+            ],
             native=self._native,
             end=self._end,
             counters=self._counters,
@@ -508,7 +503,8 @@ def create_group(options: Any, backend_options: object) -> RingweaveProcessGroup
     environment = WorkerEnvironment.from_environ(os.environ)
     global_ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     location = group_info.locate_process(environment, os.environ)
-    listeners = open_listeners(location.addresses, NUM_CHANNELS, environment.ports)
+    num_channels = NUM_CHANNELS + str(options.group_id).startswith(group_info.REDUCE_GROUP_PREFIX)
+    listeners = open_listeners(location.addresses, num_channels, environment.ports)
     try:
         # torch reuses keys when a group is recreated after destroy, so every incarnation has its own key space.
         incarnation = options.store.add(f"incarnation/{options.group_rank}", 1)

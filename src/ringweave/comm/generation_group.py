@@ -22,8 +22,8 @@ from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
 
 from ringweave import ports
 from ringweave.comm.backend import RingweaveProcessGroup
+from ringweave.comm.group_info import GENERATION_GROUP_PREFIX, REDUCE_GROUP_PREFIX
 from ringweave.comm.peer_data import BackgroundCall, run_at_once
-from ringweave.comm.tuning.selector import GENERATION_GROUP_PREFIX, REDUCE_GROUP_PREFIX
 from ringweave.environment import WorkerEnvironment, ports_of_environ
 from ringweave.errors import PeerError
 
@@ -119,7 +119,8 @@ class GenerationGroups:
             RuntimeError: The group is broken.
 
         Cost:
-            A row of up to 4 KiB: one message up and one down for each member. A longer one: num_members - 1 rows.
+            A row of up to 4 KiB, or in a generation with a group for sums: one message up and one down for each member.
+            A longer one: num_members - 1 rows.
         """
         if self._reduce_group is not None:
             assert isinstance(self._reduce_group, RingweaveProcessGroup), "made here"
@@ -182,8 +183,6 @@ class GenerationGroups:
             own = store.clone() if prefix == "reduce" else store
             group = _make_group(PrefixStore(f"{prefix}/{name}/", own), group_name, what, rank, world_size, timeout)
             group.wait_for_plan()
-            if prefix == "reduce":
-                group.connect_side_channel()
             if num_aborts != self._num_aborts:  # no caller waits for it any more
                 group.abort()
             return group

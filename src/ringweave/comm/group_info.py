@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ringweave.topology import Node
     from ringweave.topology.discovery import NetworkInterface
 
+GENERATION_GROUP_PREFIX, REDUCE_GROUP_PREFIX = "generation ", "reduce "
+"""Name prefixes of the groups that an elastic job makes for each generation (`comm/generation_group.py`)."""
 TOKEN_BYTES = 16
 PROTOCOL = 1
 """Number of all that ranks of a group say to each other, which grows with each change: entries, greetings, headers,

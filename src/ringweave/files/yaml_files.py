@@ -224,6 +224,15 @@ def load_yaml_file(path: str | os.PathLike[str], kind: FileKind, build: Callable
     Raises:
         UsageError: `kind.error`: the file cannot be read or is wrong; the text, at most a screen, has place and fix.
     """
+    return load_yaml_text(read_yaml_file(path, kind), kind, build, source=os.fspath(path))
+
+
+def read_yaml_file(path: str | os.PathLike[str], kind: FileKind) -> str:
+    """Return the text of a file.
+
+    Raises:
+        UsageError: `kind.error`: it cannot be read, is too large or no UTF-8; the text has place and fix.
+    """
     source = _printable_source(os.fspath(path))
     try:
         with Path(path).open("rb") as file:
@@ -235,14 +244,13 @@ def load_yaml_file(path: str | os.PathLike[str], kind: FileKind, build: Callable
             _file_error_text(kind, f"more than {MAX_YAML_BYTES} bytes", "a smaller file", kind.fix_too_large, source)
         )
     try:
-        text = content.decode("utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         got = content[error.start : error.start + 1]
         raise kind.error(
             _file_error_text(kind, got, "UTF-8 text", "Save the file as UTF-8", f"{source}:{line}")
         ) from error
-    return load_yaml_text(text, kind, build, source=source)
 
 
 def load_yaml_text(text: str, kind: FileKind, build: Callable[[Any], _BuiltT], *, source: str = "<text>") -> _BuiltT:

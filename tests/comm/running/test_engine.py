@@ -129,11 +129,10 @@ class Group:
         self.transports = [Transport() for _ in range(NUM_CHANNELS)]
         self.director: Any = Director(schedule, at_turn)
         self.board: Any = Board()
-        connect: Any = lambda lane: self.transports[lane]  # noqa: E731
         hosts: Any = Hosts()
         counters = CollectiveCounters(None, 0, "g")
         self.end = GroupEnd(MEMBERS, self.board, hosts, counters, log)
-        self.engine = CollectiveEngine(MEMBERS, self.director, connect, hosts, self.end, counters, log)
+        self.engine = CollectiveEngine(MEMBERS, self.director, self.transports, hosts, self.end, counters, log)
 
     def allreduce(self) -> Any:
         op, tensor = ReduceOp.SUM, torch.ones(100)
@@ -284,6 +283,6 @@ def test_an_madethat_a_group_gets_after_its_end_is_aborted_at_once() -> None:
     group.end.abort()
     late: Any = [Transport() for _ in range(NUM_CHANNELS)]
     counters, hosts = CollectiveCounters(None, 0, "g"), cast(Any, Hosts())
-    made = CollectiveEngine(MEMBERS, group.director, lambda lane: late[lane], hosts, group.end, counters)
+    made = CollectiveEngine(MEMBERS, group.director, late, hosts, group.end, counters)
     assert all(transport.aborted.is_set() for transport in (*group.transports, *late))
     made.close(1.0)

@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -202,13 +203,16 @@ class CollectiveEngine:
         self,
         group: GroupInfo,
         selector: ScheduleSelector,
-        connect: Callable[[int], Transport],
+        transports: Sequence[Transport],
         native: NativeBackends,
         end: GroupEnd,
         counters: CollectiveCounters,
         log: EventLog | None = None,
     ) -> None:
-        """`selector` decides schedules; `connect` makes a channel's transport; `native` is the native backend."""
+        """`selector` decides schedules, `native` is the native backend.
+
+        `transports` has one for each channel, and one more if rows are gathered beside all collectives.
+        """
         self._counters = counters
         self._group = group
         self._selector = selector
@@ -217,11 +221,12 @@ class CollectiveEngine:
         self._log = log
         self._callbacks = CallbackRunner(f"ringweave-{counters.group}-done")
         self._channels = [
-            CollectiveChannel(f"ringweave-{counters.group}-{index}", connect(index), self._run_job, self._callbacks)
-            for index in range(NUM_CHANNELS)
+            CollectiveChannel(f"ringweave-{counters.group}-{index}", transport, self._run_job, self._callbacks)
+            for index, transport in enumerate(transports)
         ]
         self._rank_parts: dict[tuple[Any, ...], tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]] = {}
-        self._plan_version, self._num_exchanges = 1, 0
+        self._plan_version = 1
+        self._num_exchanges: Counter[bool] = Counter()
         self._idle_channel = 0
         """Channel that does not have the newest collective."""
         self._newest_works: dict[int, weakref.ref[PendingWork]] = {}
@@ -274,15 +279,16 @@ class CollectiveEngine:
         """
         return self._selector.plan
 
-    def allgather_small(self, row: Tensor, timeout_s: float) -> Tensor:
+    def allgather_small(self, row: Tensor, timeout_s: float, *, is_aside: bool = False) -> Tensor:
         """Return a short row of each rank, (group_size, width), from (width,) of each (`ControlTree.allgather`).
 
-        It runs beside the newest collective, which need not be done. Blocks.
+        It runs beside the newest collective, which need not be done, or, aside, on a channel that no collective uses.
+        Blocks.
         """
         tables: list[Tensor] = []
         with self._order_lock:
-            self._num_exchanges += 1
-            number = self._num_exchanges
+            self._num_exchanges[is_aside] += 1
+            number = self._num_exchanges[is_aside]
             tag, operation = (
                 executor.make_tag(number, executor.ALLGATHER_SIGNATURE),
                 f"exchange #{number} ({row.numel()} x {row.dtype})",
@@ -292,7 +298,7 @@ class CollectiveEngine:
                 tables.append(ControlTree(self._group, lane.transport, tag=tag, timeout_s=timeout_s).allgather(row))
 
             job = CollectiveJob(run, operation, PendingWork([row]), lambda: None, timeout_s)
-            work = self._submit(job, self._idle_channel)
+            work = self._submit(job, NUM_CHANNELS if is_aside else self._idle_channel)
         work.wait()
         return tables[0]
 

@@ -23,7 +23,7 @@ from torch.distributed import Store
 
 from ringweave import schedules
 from ringweave.comm import plan_choice
-from ringweave.comm.group_info import GroupInfo
+from ringweave.comm.group_info import GENERATION_GROUP_PREFIX, REDUCE_GROUP_PREFIX, GroupInfo
 from ringweave.comm.group_plan import GroupPlan, PlanBroadcast
 from ringweave.comm.transport.interface import TransferFailedError, Transport
 from ringweave.comm.tuning.control_tree import ControlTree, run_survey
@@ -493,11 +493,6 @@ class TuningCache:
         return self._folder / f"{digest[:32]}.json"
 
 
-GENERATION_GROUP_PREFIX, REDUCE_GROUP_PREFIX = "generation ", "reduce "
-"""Name prefixes of the groups that an elastic job makes for each generation (`comm/generation_group.py`). After a
-failure all members pause until their first collective, so nothing is simulated before it."""
-
-
 @dataclass(frozen=True, slots=True)
 class GroupEventLog:
     """Event log of a group; nothing is written without a log."""
@@ -526,6 +521,7 @@ def make_selector(
         return cache.load(plan) if plan_choice.may_tune(group, environment) else None
 
     def make_autotuner(plan: Plan) -> Autotuner:
+        # After a failure all members pause until their first collective, so nothing is simulated before it.
         is_awaited = event_log.group.startswith((GENERATION_GROUP_PREFIX, REDUCE_GROUP_PREFIX))
         return Autotuner(placement, plan, group_plan.tuned, (lambda *_: {}) if is_awaited else None)
 
