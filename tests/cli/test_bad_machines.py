@@ -14,7 +14,8 @@ import pytest
 
 from ringweave.cli.main import VERBS
 
-CLUSTER = Path(__file__).parents[2] / "examples" / "clusters" / "two-racks.yaml"
+CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
+CLUSTER, SMALL_CLUSTER = CLUSTERS / "two-racks.yaml", CLUSTERS / "unequal-nics.yaml"
 ELSEWHERE = "203.0.113.1"
 """Address of no machine, by RFC 5737."""
 COMMANDS: list[list[str]] = [
@@ -23,7 +24,7 @@ COMMANDS: list[list[str]] = [
     *(["attach", "nothing"], ["attach", "run"], ["join", "nowhere"], ["join", f"127.0.0.1:1#{'A' * 43}"]),
     *(["scale", "run", "--workers", "2"], ["lab", "status"], ["lab", "down", "nothing"]),
     *(["discover", "--write", "found.yaml"], ["plan", str(CLUSTER)], ["plan", "--run", "run"]),
-    *(["cost", "--figure", "latency"], ["simulate", str(CLUSTER), "--trace", "trace.json"]),
+    *(["cost", "--figure", "latency"], ["simulate", str(SMALL_CLUSTER), "--trace", "trace.json"]),
     ["partition", "--work", "4,1,2,2", "--capability", "2,1", "--activation", "4,1,9,2", "--bandwidth", "2"],
     ["split", "--gpus", "6", "--capacity", "3,3"],
     ["submit", "-y", "--detach", "--name", "new", "--cpu-workers", "3", "--capacity", "3", "--script", "job.py"],

@@ -1,5 +1,6 @@
 """Two parameter servers in real processes, primary and standby, that a test can kill and stop."""
 
+import gc
 import os
 import random
 import signal
@@ -17,10 +18,32 @@ from ringweave.param_server.client import RingClient
 from ringweave.param_server.leadership import LeadershipRecord
 from ringweave.param_server.leadership_log import FolderLeadershipLog
 from ringweave.param_server.messages import LeaderStatus, LeaderStatusRequest
+from ringweave.testing import ranks
 
 _SERVER_POLL_S = 0.02
 SERVER_START_TIMEOUT_S = 600.0
 """Time for servers to start: loading torch takes minutes while dozens of other processes load it too."""
+
+
+class ServerProcess:
+    """Process of a server, from the fork server, which has torch loaded; as much of a Popen as is needed here."""
+
+    def __init__(self, argv: list[str], log: Path) -> None:
+        self._process = ranks.forkserver_context().Process(target=_serve, args=(argv, log), daemon=True)
+        self._process.start()
+        self.pid = self._process.pid
+        self.poll: Callable[[], int | None] = lambda: self._process.exitcode
+        self.kill, self.wait = self._process.kill, self._process.join
+
+
+def _serve(argv: list[str], log: Path) -> None:
+    gc.freeze()  # as `ranks` does
+    from ringweave.param_server import main
+
+    with log.open("ab") as output:
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+    sys.exit(main.main(argv))
 
 
 class ServerNetwork:
@@ -31,10 +54,10 @@ class ServerNetwork:
         del index
         return "127.0.0.1"
 
-    def start_command(self, index: int, argv: list[str]) -> list[str]:
-        """Return the command line that starts a server."""
+    def start(self, index: int, argv: list[str], log: Path) -> "ServerProcess | subprocess.Popen[bytes]":
+        """Start the process of a server, which writes to `log`."""
         del index
-        return argv
+        return ServerProcess(argv, log)
 
     def connect(self, ring: int, connect: Callable[[], rpc.RpcClient]) -> rpc.RpcClient:
         """Connect from the location of a ring."""
@@ -66,7 +89,7 @@ class ReplicatedServers:
             (role, name): self._save_credentials(role, name)
             for role, name in [("server", "0"), ("server", "1"), *(("worker", str(each)) for each in range(num_rings))]
         }
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[ServerProcess | subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
         self.processes = [self._start_server(index) for index in range(2)]
@@ -90,7 +113,9 @@ class ReplicatedServers:
 
     def send_signal(self, index: int, signum: signal.Signals) -> None:
         """Send a real signal to a server."""
-        os.kill(self.processes[index].pid, signum)
+        pid = self.processes[index].pid
+        assert pid is not None
+        os.kill(pid, signum)
 
     def ring_client(self, ring: int) -> RingClient:
         """Return the client of a ring's representative, which waits for servers as long as they may take to start."""
@@ -159,15 +184,13 @@ class ReplicatedServers:
         self._authority.issue(role, name).save(path)
         return path
 
-    def _start_server(self, index: int) -> "subprocess.Popen[bytes]":
-        argv = [sys.executable, "-m", "ringweave.param_server.main", "--host", self._network.address_of(index)]
+    def _start_server(self, index: int) -> "ServerProcess | subprocess.Popen[bytes]":
+        argv = ["--host", self._network.address_of(index)]
         argv += ["--port", str(self._ports[index]), "--credentials", str(self._credential_paths["server", str(index)])]
         argv += ["--other", self._address(1 - index), "--index", str(index)]
         argv += ["--claims", str(self._folder / "claims"), "--lease-s", str(self._lease_s)]
         argv += ["--run-dir", str(self._folder), "--node", "here"]
-        with (self._folder / "logs" / f"server-{index}.log").open("ab") as output:
-            command = self._network.start_command(index, argv)
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        return self._network.start(index, argv, self._folder / "logs" / f"server-{index}.log")
 
     def _address(self, index: int) -> str:
         return f"{self._network.address_of(index)}:{self._ports[index]}"

@@ -1,6 +1,7 @@
 """Hosts for tests: folders of this machine, reached by a program called ssh that runs the command in them."""
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -8,10 +9,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 
+from ringweave.cli.main import run_command_line
 from tests import polling
 
 SSH = """#!/bin/sh
@@ -78,6 +81,19 @@ class FakeHosts:
         command = self.start(*words, host=host)
         out, errors = command.communicate(timeout=timeout_s)
         return subprocess.CompletedProcess(words, command.returncode, out, errors)
+
+    def ask(self, *words: str, host: str | None = None) -> "subprocess.CompletedProcess[str]":
+        """Run a verb on runs in this process, where all that it imports is there already."""
+        out, errors = io.StringIO(), io.StringIO()
+        cwd = self.home(host) if host else self.root / "user" / "project"
+        with (
+            mock.patch.dict(os.environ, self.environ(host), clear=True),
+            contextlib.chdir(cwd),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(errors),
+        ):
+            code = run_command_line(list(words))
+        return subprocess.CompletedProcess(words, code, out.getvalue(), errors.getvalue())
 
     def processes(self, host: str) -> list[psutil.Process]:
         """Processes of runs on a host."""

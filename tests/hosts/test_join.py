@@ -131,7 +131,7 @@ def test_a_host_joins_an_elastic_run_that_trains(hosts: FakeHosts) -> None:
     )
     hosts.wait(lambda: sum(bool(done) for done in read_checks(checks).values()) == 2, "two workers train")
     wait_for_text(command, "train is Running: host join-1 may join; the others train")
-    assert json.loads(hosts.run("status", "train", "--json").stdout)["reason"]["code"] == "NotJoined"
+    assert json.loads(hosts.ask("status", "train", "--json").stdout)["reason"]["code"] == "NotJoined"
     hosts.kill("a", SERVICE)
     joiner = hosts.start("join", line, host="j")
     hosts.wait(lambda: len(read_checks(checks).get("2.0", {})) > 3, "the third one trains")

@@ -153,7 +153,7 @@ def test_a_job_file_has_the_same_options(hosts: FakeHosts) -> None:
         ]
         assert "first    ring for 25MB, as the job asks, predicted " in done.stderr
         assert "  a: 2 of 2, ranks 0 2\n" in done.stderr
-        assert hosts.run("delete", "optional", "--on", platform).returncode == 0
+        assert hosts.ask("delete", "optional", "--on", platform).returncode == 0
 
 
 def coordinators(hosts: FakeHosts) -> list[psutil.Process]:
@@ -175,7 +175,7 @@ def test_an_elastic_run_on_this_machine_outlives_its_command_its_coordinator_and
     (path,) = checks.glob("1.0-*.txt")
     os.kill(int(path.stem.partition("-")[2]), signal.SIGKILL)
     hosts.wait(lambda: len(read_checks(checks).get("1.1", {})) > 3, "the second one trains again")
-    assert hosts.run("stop", "train").returncode == 0
+    assert hosts.ask("stop", "train").returncode == 0
     assert hosts.run("attach", "train").returncode == 1
     done = read_checks(checks)
     assert set(done) == {"0.0", "1.0", "1.1", "2.0"}, "no other worker was started again"

@@ -49,7 +49,7 @@ def test_output_is_merged_and_nothing_is_left(hosts: FakeHosts) -> None:
     assert (record["outcome"], record["exit_code"], record["world_size"]) == ("done", 0, 4)
     assert (folder / "out" / "hosts" / "b" / "b" / "1" / "round-1" / "events.jsonl").exists()
     wait_nothing_left(hosts)
-    assert hosts.run("jobs", "--on", "hosts").stdout == "no jobs\n"
+    assert hosts.ask("jobs", "--on", "hosts").stdout == "no jobs\n"
 
 
 def test_the_first_cause_is_reported(hosts: FakeHosts) -> None:
@@ -88,7 +88,7 @@ def test_the_command_may_go_and_come_back(hosts: FakeHosts, how: str) -> None:
     if how != "detached":
         os.killpg(command.pid, signal.SIGKILL if how == "killed" else signal.SIGHUP)
         command.communicate(timeout=300)
-    assert hosts.run("status", "mine").stdout.startswith("mine: Running")
+    assert hosts.ask("status", "mine").stdout.startswith("mine: Running")
     (hosts.root / "end").touch()
     done = hosts.run("attach", "mine")
     assert done.returncode == 0, done.stderr
@@ -101,19 +101,19 @@ def test_verbs_work_from_the_start_and_from_any_host(hosts: FakeHosts) -> None:
     assert hosts.run("run", "--hosts", "a,b,c", "--name", "mine", "--detach", "train.py").returncode == 0
     hosts.wait(lambda: begun(hosts), "workers begin")
     for host in (None, "c"):
-        assert hosts.run("status", "mine", host=host).stdout.startswith("mine: Running")
-        assert hosts.run("why", "mine", host=host).stdout == "mine is Running: no reason to wait.\n"
-        lines = hosts.run("logs", "mine", host=host).stdout.splitlines()
+        assert hosts.ask("status", "mine", host=host).stdout.startswith("mine: Running")
+        assert hosts.ask("why", "mine", host=host).stdout == "mine is Running: no reason to wait.\n"
+        lines = hosts.ask("logs", "mine", host=host).stdout.splitlines()
         assert sorted(lines) == [f"[{rank}] rank {rank} begins" for rank in range(3)]
-        assert "node b, attempt 1 was created" in hosts.run("events", "mine", host=host).stdout
-        assert "mine" in hosts.run("jobs", "--on", "hosts", host=host).stdout
-    stopped = hosts.run("stop", "mine", host="b")
+        assert "node b, attempt 1 was created" in hosts.ask("events", "mine", host=host).stdout
+        assert "mine" in hosts.ask("jobs", "--on", "hosts", host=host).stdout
+    stopped = hosts.ask("stop", "mine", host="b")
     assert (stopped.returncode, stopped.stdout) == (0, "mine: it will stop\n")
-    hosts.wait(lambda: "mine: Stopped" in hosts.run("status", "mine").stdout, "stopped")
-    assert hosts.run("stop", "mine").returncode == 2
-    assert hosts.run("delete", "mine").stdout == "mine: removed\n"
+    hosts.wait(lambda: "mine: Stopped" in hosts.ask("status", "mine").stdout, "stopped")
+    assert hosts.ask("stop", "mine").returncode == 2
+    assert hosts.ask("delete", "mine").stdout == "mine: removed\n"
     wait_nothing_left(hosts)
-    gone = hosts.run("status", "mine", "--on", "hosts")
+    gone = hosts.ask("status", "mine", "--on", "hosts")
     assert gone.returncode == 2
     assert "run: 'mine', expected a run that was started here, or has this host." in gone.stderr
 
@@ -122,12 +122,12 @@ def test_verbs_work_from_the_start_and_from_any_host(hosts: FakeHosts) -> None:
 def test_a_finished_run_is_kept_until_it_is_deleted(hosts: FakeHosts) -> None:
     hosts.write_script("print('done')")
     assert hosts.run("run", "--hosts", "a,b,c", "--name", "mine", "--detach", "train.py").returncode == 0
-    hosts.wait(lambda: "Succeeded" in hosts.run("status", "mine").stdout, "it succeeds")
+    hosts.wait(lambda: "Succeeded" in hosts.ask("status", "mine").stdout, "it succeeds")
     for name in hosts.names:
         hosts.kill(name, "ringweave.platforms.hosts.service")
-    assert hosts.run("status", "mine").stdout.startswith("mine: Succeeded")
-    assert sorted(hosts.run("logs", "mine").stdout.splitlines()) == [f"[{rank}] done" for rank in range(3)]
-    assert hosts.run("delete", "mine").returncode == 0
+    assert hosts.ask("status", "mine").stdout.startswith("mine: Succeeded")
+    assert sorted(hosts.ask("logs", "mine").stdout.splitlines()) == [f"[{rank}] done" for rank in range(3)]
+    assert hosts.ask("delete", "mine").returncode == 0
     wait_nothing_left(hosts)
 
 
@@ -154,7 +154,7 @@ def test_a_submitted_job_runs_on_the_hosts_of_its_file(hosts: FakeHosts) -> None
     done = hosts.run("submit", "--on", "hosts", "--yes", "job.yaml")
     assert done.returncode == 0, done.stderr
     assert "[3] rank 3 of 4 on c []" in done.stdout.splitlines()
-    assert hosts.run("delete", "filed").returncode == 0
+    assert hosts.ask("delete", "filed").returncode == 0
     wait_nothing_left(hosts)
 
 
@@ -165,7 +165,7 @@ def test_a_run_on_this_machine_outlives_its_command_without_ssh(hosts: FakeHosts
     assert started.returncode == 0, started.stderr
     assert "here: 2 workers on localhost (2)" in started.stderr
     attached = hosts.start("attach", "here")
-    hosts.wait(lambda: "here: Running" in hosts.run("status", "here").stdout, "it runs")
+    hosts.wait(lambda: "here: Running" in hosts.ask("status", "here").stdout, "it runs")
     (hosts.root / "end").touch()
     out, errors = attached.communicate(timeout=300)
     assert attached.returncode == 0, errors

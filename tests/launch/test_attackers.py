@@ -35,6 +35,7 @@ WORK = """
         group = dist.new_group(backend="gloo")  # meets in the store and in Gloo
         dist.barrier(group)
         dist.destroy_process_group(group)
+        time.sleep(0.1)
         go_on = torch.tensor([0.0 if (folder / "stop").exists() else 1.0])
         dist.broadcast(go_on, 0)
     print("right", flush=True)

@@ -1,6 +1,7 @@
-"""A script of an elastic job, which ends once all are members again and one of them is in its second life."""
+"""A script of an elastic job, which ends once all are members again and NUM_BACK of them in a later life."""
 
 SCRIPT = """
+NUM_BACK = 1
 import json, os, time
 import ringweave, torch
 from torch import nn
@@ -27,11 +28,11 @@ with ringweave.Iterations() as iterations:
             done += 1
             iterations.done(done, loss.item())
             say(step=done, members=list(loader.members))
-            time.sleep(0.02)
+            time.sleep(0.1)
         account = loader.account
         say(epoch=epoch, trained=account.total.num_samples, lost=account.lost.num_samples)
-        is_back = any(not each.endswith(".0") for each in loader.members)
-        if is_back and len(loader.members) == int(os.environ["WORLD_SIZE"]):
+        num_back = sum(not each.endswith(".0") for each in loader.members)
+        if num_back >= NUM_BACK and len(loader.members) == int(os.environ["WORLD_SIZE"]):
             break
 say(sum=sum(float(each.detach().double().sum()) for each in model.parameters()))
 """

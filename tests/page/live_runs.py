@@ -20,7 +20,7 @@ OVER = "run['head']['is_over']"
 
 def training(flag: str) -> str:
     """Script that trains until that file is there."""
-    also = "time.sleep(0.01)\nnumber += 1\niterations.done(number, 1.0 / number)"
+    also = "time.sleep(0.03)\nnumber += 1\niterations.done(number, 1.0 / number)"
     return f"""{prepared(num_samples=64)}
 print("rank", os.environ["RANK"], "trains", flush=True)
 number, is_over = 0, torch.zeros(1)

@@ -193,6 +193,7 @@ def _wait_for_all_ranks(store: Any, num_ranks: int) -> None:
 
 def _rank_main(connection: Connection, setting: tuple, function: Callable[..., Any], args: tuple) -> None:
     gc.freeze()  # a collection would write to all that the fork server has imported, and so copy it: 0.3 s
+    multiprocessing.set_start_method(None, force=True)  # Python's default: workers of a DataLoader import nothing anew
     import torch
     import torch.distributed as dist
 

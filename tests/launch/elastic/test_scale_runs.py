@@ -42,30 +42,12 @@ FOUR_AND_BACK = """
             counter.steps += 1
             total = sum(float(each.detach().double().sum()) for each in model.parameters())
             print("step", counter.steps, len(loader.members), repr(total), flush=True)
-            time.sleep(0.02)
+            time.sleep(0.05)
             have_been_four |= len(loader.members) == 4
             left -= have_been_four and len(loader.members) == 2
         if left <= 0:
             break
     print("finished", flush=True)
-"""
-
-ONE = """
-    import torch, ringweave
-    from torch import nn
-    from torch.utils.data import DataLoader, TensorDataset
-
-    model = nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    data = DataLoader(TensorDataset(torch.ones(96, 8), torch.ones(96, 1)), batch_size=12)
-    model, optimizer, loader = ringweave.prepare(model, optimizer, data)
-    print("prepared", flush=True)
-    for epoch in loader.epochs(100000):
-        for given, wanted in loader:
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(given), wanted).backward()
-            optimizer.step()
-            time.sleep(0.02)
 """
 
 RING = f"""{prepared(options=", asynchronous=ringweave.training.Asynchronous(rings=1)")}
@@ -106,9 +88,16 @@ def has_members(run, slots: list[str]) -> bool:
     return bool(epochs) and [each.partition(".")[0] for each in epochs[-1]["members"]] == slots
 
 
-def test_two_workers_become_four_and_two_again_and_no_step_is_lost(start, script) -> None:
+def test_two_workers_become_four_and_two_again_no_more_and_no_fewer_and_no_step_is_lost(start, script) -> None:
     run = start("--elastic", "2:4", "--workers", "2", "--mode", "sync", script(FOUR_AND_BACK))
     wait_until(lambda: len(sums(run)) > 8, "steps of two")
+    asked = scale(run, 5, "--json")
+    assert asked.returncode == 2
+    assert json.loads(asked.stdout)["error"].startswith("--workers: 5, expected 2 to 4 (--elastic 2:4).")
+    assert scale(run, 1).stderr.startswith("ringweave: error: --workers: 1, expected 2 to 4 (--elastic 2:4).")
+    assert not run.run_dir.joinpath("scale.json").exists(), "what is refused changes nothing"
+    assert [event["refused"] != "" for event in run.events("workers_scaled")] == [True, True]
+    assert sorted(run.pids()) == [0, 1]
     asked = scale(run, 4, "--json")
     assert asked.returncode == 0, asked.stderr
     assert json.loads(asked.stdout) == {"workers": 4, "before": 2, "starting": [2, 3], "leaving": []}
@@ -135,18 +124,6 @@ def test_two_workers_become_four_and_two_again_and_no_step_is_lost(start, script
     over = scale(run, 3)
     assert over.returncode == 2
     assert "which is over', expected a current run" in over.stderr
-
-
-def test_what_a_run_cannot_have_is_refused_and_changes_nothing(start, script) -> None:
-    run = start("--elastic", "1:2", "--workers", "1", "--mode", "sync", script(ONE))
-    run.wait_printed("prepared")
-    asked = scale(run, 3, "--json")
-    assert asked.returncode == 2
-    assert json.loads(asked.stdout)["error"].startswith("--workers: 3, expected 1 to 2 (--elastic 1:2).")
-    assert scale(run, 0).stderr.startswith("ringweave: error: --workers: 0, expected 1 to 2 (--elastic 1:2).")
-    assert not run.run_dir.joinpath("scale.json").exists()
-    assert [event["refused"] != "" for event in run.events("workers_scaled")] == [True, True]
-    assert list(run.pids()) == [0]
 
 
 def test_a_run_that_is_not_elastic_is_refused(start, script) -> None:

@@ -2,6 +2,8 @@
 
 import ctypes
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,8 +37,10 @@ class Cluster(ServerNetwork):
     def address_of(self, index: int) -> str:
         return self._lab.addresses[SERVERS[index]][0]
 
-    def start_command(self, index: int, argv: list[str]) -> list[str]:
-        return self._lab.command(SERVERS[index], argv)
+    def start(self, index: int, argv: list[str], log: Path) -> "subprocess.Popen[bytes]":
+        command = self._lab.command(SERVERS[index], [sys.executable, "-m", "ringweave.param_server.main", *argv])
+        with log.open("ab") as output:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
 
     def connect(self, ring: int, connect: Callable[[], rpc.RpcClient]) -> rpc.RpcClient:
         """In a thread of its own, which enters the node."""

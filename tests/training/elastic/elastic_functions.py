@@ -74,7 +74,7 @@ def train(
 ) -> dict[str, Any]:
     """Train, telling what is drawn and done. A step that is repeated for missing samples is told twice.
 
-    `faults` are member -> (step, moment) of its death. Until the member that is `awaited` has joined, pauses are five
+    `faults` are member -> (step, moment) of its death. Until the member that is `awaited` has joined, pauses are ten
     times as long. `on_failure` as of `prepare`, and "restart": members compute a whole step anew if it misses samples.
     """
     set_step_time(restarts=on_failure == "restart")
@@ -102,7 +102,7 @@ def train(
             optimizer.step()
             send_message(("done", step, loader.members))
             has_come = has_come or awaited in loader.members
-            time.sleep(pause_s if has_come else 5 * pause_s)
+            time.sleep(pause_s if has_come else 10 * pause_s)
         accounts.append(loader.account)
     return {"parameters": [each.detach().numpy().copy() for each in model.module.parameters()], "accounts": accounts}
 
@@ -202,12 +202,16 @@ def train_richly(num_members: int, num_steps: int, pause_s: float = 0.0) -> dict
 
 
 def train_accumulating(
-    num_epochs: int, faults: Mapping[str, tuple[int, str]], pause_s: float = 0.0, restarts: bool = False
+    num_epochs: int,
+    faults: Mapping[str, tuple[int, str]],
+    pause_s: float = 0.0,
+    restarts: bool = False,
+    awaited: str = "",
 ) -> dict[str, Any]:
     """Train by steps of two batches, with clipping and a schedule; missing samples are recomputed.
 
     `faults` are member -> (number of the batch through all epochs, moment) of its death. With `restarts`,
-    members compute a whole step anew if it misses samples.
+    members compute a whole step anew if it misses samples. `awaited` as in `train`.
     """
     set_step_time(restarts=restarts)
     model = make_model()
@@ -219,7 +223,7 @@ def train_accumulating(
     )
     send_message(("prepared",))
     at, moment = faults.get(own_member(), (-1, ""))
-    accounts = []
+    accounts, has_come = [], not awaited
     for epoch in loader.epochs(num_epochs):
         for inputs, targets, _ in loader:
             number = loader.state_dict()["position"] // BATCH
@@ -233,7 +237,8 @@ def train_accumulating(
                 schedule.step()
                 optimizer.zero_grad()
                 send_message(("done", loader.num_train_steps, loader.misses_samples))
-                time.sleep(pause_s)
+                has_come = has_come or awaited in loader.members
+                time.sleep(pause_s if has_come else 10 * pause_s)
         accounts.append(loader.account)
     parameters = [each.detach().numpy().copy() for each in model.module.parameters()]
     return {"parameters": parameters, "accounts": accounts, "lr": schedule.get_last_lr()}

@@ -109,8 +109,8 @@ def test_a_death_at_any_moment_of_the_commit_leaves_the_same_value_on_all(victim
 
 
 def test_a_worker_that_joins_gets_the_values_that_the_others_had() -> None:
-    with ElasticJob(collective_functions.call_all, 2, 60, "", 50, 0.02) as job:
-        job.wait_message("0.0", lambda said: said == ("done", 5))
+    with ElasticJob(collective_functions.call_all, 2, 20, "", 18, 1.0) as job:
+        job.wait_message("0.0", lambda said: said == ("done", 2))
         job.start_worker(2, 0)
         outcomes = [job.outcome(member) for member in job.members]
         assert [each.error for each in outcomes] == [""] * 3

@@ -232,7 +232,7 @@ def test_accumulated_batches_clipping_and_a_schedule_are_those_of_a_run_without_
 @pytest.mark.parametrize("restarts", [False, True], ids=["missing samples", "whole step"])
 def test_a_worker_that_joins_repeats_steps_that_missed_samples(restarts: bool) -> None:
     faults = {"1.0": (2, "backward")}
-    with ElasticJob(elastic_functions.train_accumulating, 4, 24, faults, 0.1, restarts) as job:
+    with ElasticJob(elastic_functions.train_accumulating, 4, 10, faults, 0.1, restarts, "1.1") as job:
         assert job.outcome("1.0").exit_code == -signal.SIGKILL
         newcomer = job.start_worker(1, 1)
         job.wait_message(newcomer, lambda said: said == ("prepared",))
@@ -241,7 +241,7 @@ def test_a_worker_that_joins_repeats_steps_that_missed_samples(restarts: bool) -
         check_alike(values)
         assert len({tuple(value["lr"]) for value in values}) == 1
         assert all(account.is_exact for value in values for account in value["accounts"][-4:])
-        for own, wanted in zip(values[0]["parameters"], accumulate(24)[0], strict=True):
+        for own, wanted in zip(values[0]["parameters"], accumulate(10)[0], strict=True):
             np.testing.assert_allclose(own, wanted, rtol=0, atol=1e-12)
 
 
@@ -304,7 +304,7 @@ def test_one_dies_in_the_midst_of_a_sum_when_all_have_the_one_before_it_and_both
 
 def test_a_replacement_goes_on_with_the_state_of_the_others_and_one_that_is_asked_to_leaves() -> None:
     faults = {"1.0": (2, "backward")}
-    with ElasticJob(elastic_functions.train, 3, 16, faults, 0.1, "1.1") as job:
+    with ElasticJob(elastic_functions.train, 3, 8, faults, 0.1, "1.1") as job:
         assert job.outcome("1.0").exit_code == -signal.SIGKILL
         newcomer = job.start_worker(1, 1)
         job.wait_message(newcomer, lambda said: said[0] == "done")
@@ -314,17 +314,17 @@ def test_a_replacement_goes_on_with_the_state_of_the_others_and_one_that_is_aske
         values = [value_of(job, "0.0"), value_of(job, newcomer)]
         check_alike(values)
         batches = samples_that_count(job, faults)
-        assert sorted(batches) == list(range(16 * NUM_STEPS))
+        assert sorted(batches) == list(range(8 * NUM_STEPS))
         check_exact(values[0], batches)
-        assert done_steps(job, "0.0") == list(range(16 * NUM_STEPS))
+        assert done_steps(job, "0.0") == list(range(8 * NUM_STEPS))
         first = min(done_steps(job, newcomer))
-        assert done_steps(job, newcomer) == list(range(first, 16 * NUM_STEPS)), "it takes part from its first step on"
+        assert done_steps(job, newcomer) == list(range(first, 8 * NUM_STEPS)), "it takes part from its first step on"
         assert values[0]["accounts"][-1] == values[1]["accounts"][-1]
         assert values[0]["accounts"][-1].is_exact
 
 
 def test_a_stopped_member_is_left_behind_and_changes_nothing_when_it_wakes() -> None:
-    with ElasticJob(elastic_functions.train, 3, 24, {}, 0.1, silence_s=20.0) as job:
+    with ElasticJob(elastic_functions.train, 3, 8, {}, 0.1, silence_s=10.0) as job:
         # Before so many heartbeats that silence counts as learnt, it would be given a minute.
         job.wait_message("1.0", lambda said: said[:2] == ("done", 30))
         job.send_signal("1.0", signal.SIGSTOP)
@@ -334,13 +334,13 @@ def test_a_stopped_member_is_left_behind_and_changes_nothing_when_it_wakes() -> 
         assert "MembershipError: this worker is no member any more" in zombie.error
         values = [value_of(job, member) for member in ("0.0", "2.0")]
         check_alike(values)
-        assert done_steps(job, "0.0") == list(range(24 * NUM_STEPS))
+        assert done_steps(job, "0.0") == list(range(8 * NUM_STEPS))
         assert all(account.is_accounted for account in values[0]["accounts"])
 
 
 def test_two_of_three_that_are_stopped_for_a_while_come_back_and_lose_nothing() -> None:
     """The third may not go on alone: nothing has happened without them."""
-    with ElasticJob(elastic_functions.train, 3, 24, {}, 0.1, silence_s=20.0) as job:
+    with ElasticJob(elastic_functions.train, 3, 6, {}, 0.1, silence_s=10.0) as job:
         for member in ("1.0", "2.0"):
             job.wait_message(member, lambda said: said[:2] == ("done", 30))
         for member in ("1.0", "2.0"):
@@ -353,7 +353,7 @@ def test_two_of_three_that_are_stopped_for_a_while_come_back_and_lose_nothing() 
         assert sorted(job.coordinators[0].returned_members) == ["1.0", "2.0"]
         check_alike(values)
         for member in job.members:
-            assert done_steps(job, member) == list(range(24 * NUM_STEPS)), "every step once"
+            assert done_steps(job, member) == list(range(6 * NUM_STEPS)), "every step once"
         assert all(account.is_accounted and not account.lost.num_samples for account in values[0]["accounts"])
         check_exact(values[0], samples_that_count(job, {}))
 
@@ -362,7 +362,7 @@ def test_what_one_drew_in_an_epoch_that_the_others_never_formed_the_others_draw_
     """The others' batch was shared with one that is gone, and that one's in an epoch without it."""
     at = 5
     faults = {"3.0": (at - 1, "committed"), "0.0": (at - 1, "met in vain"), "1.0": (at - 1, "met in vain")}
-    with ElasticJob(elastic_functions.train, 4, 2, faults, 0.5) as job:
+    with ElasticJob(elastic_functions.train, 4, 1, faults, 0.5) as job:
         left = ["0.0", "1.0", "2.0"]
         values = [value_of(job, member) for member in left]
         epochs = [membership.members for membership in job.coordinators[0].memberships]
@@ -410,16 +410,16 @@ def test_one_that_hangs_while_its_heartbeats_go_on_is_put_out_and_no_step_is_los
 
 
 def test_training_goes_on_without_its_coordinator_and_the_standby_takes_over() -> None:
-    with ElasticJob(elastic_functions.train, 3, 8, {"1.0": (40, "backward")}, 0.1, services=("standby",)) as job:
+    with ElasticJob(elastic_functions.train, 3, 4, {"1.0": (24, "backward")}, 0.1, services=("standby",)) as job:
         job.wait_message("1.0", lambda said: said[:2] == ("done", 2))
         job.coordinators[0].close()
-        job.wait_message("0.0", lambda said: said[:2] == ("done", 30))
+        job.wait_message("0.0", lambda said: said[:2] == ("done", 20))
         assert job.coordinators[0].memberships[0].members == ("0.0", "1.0", "2.0")
         values = [value_of(job, member) for member in ("0.0", "2.0")]
         check_alike(values)
         assert job.coordinators[1].memberships[-1].members == ("0.0", "2.0")
         assert job.coordinators[1].memberships[-1].generation_id[0] % 2 == 0, "a term of the standby's"
-        assert done_steps(job, "0.0") == list(range(8 * NUM_STEPS))
+        assert done_steps(job, "0.0") == list(range(4 * NUM_STEPS))
 
 
 def test_when_all_are_asked_to_leave_the_last_saves_the_state_and_another_run_goes_on_exactly(tmp_path: Path) -> None:

@@ -43,9 +43,10 @@ def a_lease(identity: str) -> LeaseSettings:
     return LeaseSettings(namespace="default", identity=identity, duration_s=600.0, renew_s=60.0)
 
 
-async def remove_lease(client: KubernetesClient) -> None:
-    """What the operator of another test has left."""
-    await client.delete(api_client.LEASES, "default", kubernetes_operator.LEASE_NAME)
+async def remove_lease(kubeconfig: Path) -> None:
+    """What the operator of another test has left: one that sees it looks again after a minute."""
+    async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
+        await client.delete(api_client.LEASES, "default", kubernetes_operator.LEASE_NAME)
 
 
 def free_url() -> str:
@@ -76,8 +77,8 @@ def test_one_that_waits_for_the_lease_says_that_it_lives_and_has_metrics(kubecon
         assert not ready.is_set(), "it leads, though another one has the lease"
 
     async def take() -> None:
+        await remove_lease(kubeconfig)
         async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
-            await remove_lease(client)
             await LeaderElection(client, a_lease("first"), time.time).wait_acquired()
             spec = {"gpus": 3, "script": "a.py", "nodes": [{"name": "n0", "capacity": 3}], "managedBy": "a/b"}
             body = {"metadata": {"name": "seen"}, "spec": {**spec, "requester": {"username": "ann"}}}
@@ -115,8 +116,6 @@ def test_one_whose_api_server_is_away_leads_again_afterwards(
         await asyncio.Event().wait()
 
     async def test(ready: asyncio.Event) -> None:
-        async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
-            await remove_lease(client)
         async with aiohttp.ClientSession() as session:
             await ready.wait()
             assert await is_ready(session) == 200
@@ -139,6 +138,7 @@ def test_one_whose_api_server_is_away_leads_again_afterwards(
             liveness_url=url,
             endpoint_removal_s=1.0,
         )
+        asyncio.run(remove_lease(kubeconfig))
         play(kubeconfig, settings, test)
     finally:
         cluster.handler.before_request = None
@@ -158,14 +158,13 @@ def test_of_pods_and_config_maps_only_those_of_jobs_are_asked_for(cluster: FakeC
             asked.setdefault(key, set()).add(http.query.get("labelSelector"))
 
     async def test(ready: asyncio.Event) -> None:
-        async with KubernetesClient(lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)})) as client:
-            await remove_lease(client)
         await ready.wait()
         while len(asked) < 6:
             await asyncio.sleep(0.05)
 
     cluster.handler.before_request = note
     try:
+        asyncio.run(remove_lease(kubeconfig))
         play(kubeconfig, OperatorSettings(lease=a_lease("watches"), gateway_port=None), test)
     finally:
         cluster.handler.before_request = None

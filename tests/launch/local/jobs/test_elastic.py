@@ -33,11 +33,26 @@ def kill_group(here: Here, node: int, attempt: int) -> None:
 
 
 @pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.thorough), 1])
-def test_a_killed_group_comes_back_while_the_other_one_trains_on(here: Here, node: int) -> None:
-    """Node 0 has the coordinator that decides, node 1 its standby."""
-    here.submit(until_back.SCRIPT, 2, 2, elastic=ElasticRequest(min=2), mode="sync", max_retries=2)
-    other = 1 - node
-    wait_until(lambda: len(said(here, "n0", 1, 0)) > 5 and len(said(here, "n1", 1, 3)) > 5, "training")
+def test_a_killed_worker_and_then_its_whole_group_come_back_while_the_other_trains_on(here: Here, node: int) -> None:
+    """Node 0 has the coordinator that decides, node 1 its standby.
+
+    That one reports no members: the agent of node 1 asks the coordinators for them. Only a group pays a retry.
+    """
+    script = until_back.SCRIPT.replace("NUM_BACK = 1", "NUM_BACK = 2")
+    here.submit(script, 2, 2, elastic=ElasticRequest(min=2), mode="sync", max_retries=2)
+    rank, other = 3 * node, 1 - node
+    wait_until(lambda: all(len(said(here, f"n{each // 2}", 1, each)) > 5 for each in range(4)), "training")
+    (folder,) = (here.state / "jobs").glob("job-*")
+    events = folder / "runs" / f"n{node}" / "1" / "round-1" / "events.jsonl"
+    starts = [event for event in map(json.loads, events.read_text().splitlines()) if event["kind"] == "worker_started"]
+    (pid,) = [event["pid"] for event in starts if event["rank"] == rank]
+    os.kill(pid, signal.SIGKILL)
+
+    def is_back() -> bool:
+        words = said(here, f"n{node}", 1, rank)
+        return any(each["member"] == f"{rank}.1" and len(each.get("members", ())) == 4 for each in words)
+
+    wait_until(is_back, "the worker is back")
     kill_group(here, node, 1)
     job = here.wait(lambda job: job.state.is_end)
     assert job.state == "Succeeded", (job, said(here, f"n{other}", 1, 2 * other)[-3:])
@@ -45,8 +60,9 @@ def test_a_killed_group_comes_back_while_the_other_one_trains_on(here: Here, nod
     attempts = [[end.text for end in each.attempts] for each in job.nodes]
     assert attempts[node] == ["its agent was killed", ""]
     assert attempts[other] == [""]
+    members = {each["member"] for each in said(here, f"n{node}", 1, rank) if "member" in each}
+    assert members == {f"{rank}.0", f"{rank}.1"}, "in its node"
     check_steps(here, node)
-    (folder,) = (here.state / "jobs").glob("job-*")
     wait_until(lambda: not (folder / "secrets").exists(), "the end of credentials that nobody needed")
     assert not [path for path in folder.rglob("*") if path.is_file() and b"PRIVATE KEY" in path.read_bytes()]
 
@@ -75,25 +91,6 @@ def check_steps(here: Here, node: int) -> None:
     ]
     assert len(sums) == 4
     assert len(set(sums)) == 1
-
-
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 3])
-def test_a_killed_worker_comes_back_in_its_node_and_no_retry_is_paid(here: Here, rank: int) -> None:
-    """The node of rank 3 has the standby, which reports no members: its agent asks the coordinators for them."""
-    here.submit(until_back.SCRIPT, 2, 2, elastic=ElasticRequest(min=2), mode="sync", max_retries=2)
-    node = f"n{rank // 2}"
-    wait_until(lambda: all(len(said(here, f"n{each // 2}", 1, each)) > 5 for each in range(4)), "training")
-    (folder,) = (here.state / "jobs").glob("job-*")
-    events = folder / "runs" / node / "1" / "round-1" / "events.jsonl"
-    starts = [event for event in map(json.loads, events.read_text().splitlines()) if event["kind"] == "worker_started"]
-    (pid,) = [event["pid"] for event in starts if event["rank"] == rank]
-    os.kill(pid, signal.SIGKILL)
-    job = here.wait(lambda job: job.state.is_end)
-    assert job.state == "Succeeded", (job, said(here, node, 1, rank)[-3:])
-    assert (job.round, [each.retries for each in job.nodes]) == (1, [0, 0])
-    assert [[end.text for end in each.attempts] for each in job.nodes] == [[""], [""]]
-    members = [each["member"] for each in said(here, node, 1, rank) if "member" in each]
-    assert set(members) == {f"{rank}.0", f"{rank}.1"}
 
 
 SECOND_TIME = """

@@ -109,7 +109,7 @@ def test_a_job_that_is_killed_goes_on_with_other_workers(tmp_path: Path, local_s
 
 
 def test_where_too_few_are_left_one_saves_the_servers_state_and_the_next_run_goes_on_from_it(tmp_path: Path) -> None:
-    settings = (str(tmp_path), 10**6, 2, 0, 10**6, 0.02)  # the script itself saves nothing
+    settings = (str(tmp_path), 10**6, 2, 0, 10**6, 0.1)  # the script itself saves nothing
     with ElasticJob(saving_functions.train, 4, *settings, services=("server",), min_members=3, patience_s=15.0) as job:
         for slot in range(4):
             job.wait_message(f"{slot}.0", lambda said: said[:2] == ("drawn", 2))

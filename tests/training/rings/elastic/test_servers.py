@@ -27,7 +27,7 @@ def wait_steps(job: ElasticJob, members: Sequence[str], count: int = 3) -> None:
 def test_servers_die_alone_with_the_coordinator_and_with_a_representative_and_training_goes_on() -> None:
     whole = (("0.1", "1.0"), ("2.0", "3.1"))
     attendants = ("servers", "standby")
-    with ElasticJob(ring_functions.train, 4, 10**6, 2, {}, 0.01, whole, services=attendants) as job:
+    with ElasticJob(ring_functions.train, 4, 10**6, 2, {}, 0.05, whole, services=attendants) as job:
         pair = job.servers
         assert pair is not None
         wait_steps(job, REPRESENTATIVES)
