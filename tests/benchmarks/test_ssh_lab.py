@@ -151,7 +151,7 @@ def test_a_long_link(trio: SshLab) -> None:
     node.start_sshd()
     node.delay_ms(0)
     assert ssh(trio, 0, "n1", "true")[0] == 0
-    assert (node.processes(), node.listening_ports()) == ([], [22])
+    wait_until(lambda: (node.processes(), node.listening_ports()) == ([], [22]))
 
 
 def test_a_full_disk_and_a_clock_ahead(trio: SshLab) -> None:
@@ -225,10 +225,11 @@ def test_nothing_is_left(request: pytest.FixtureRequest, by: str) -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         name, *pids = owner.stdout.readline().split()
-        assert len(pids) == 2
+        started = [psutil.Process(int(pid)) for pid in pids]  # which knows them from later ones of the same number
+        assert len(started) == 2
         owner.send_signal(signal.SIGKILL if by == "a kill" else signal.SIGINT)
     wait_until(lambda: name not in lab.names())
-    wait_until(lambda: not any(is_alive(int(pid)) for pid in pids))
+    wait_until(lambda: not any(map(is_alive, started)))
     assert name not in Path("/proc/self/mountinfo").read_text()
     assert not list(Path("/run/netns").glob(f"rw-{name}:*"))
 
@@ -251,9 +252,9 @@ def test_programs_that_are_absent_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(process: psutil.Process) -> bool:
     """A zombie is not: the first process of a container may never wait for it."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
