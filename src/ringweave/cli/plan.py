@@ -103,16 +103,15 @@ RATES_OPTION = click.option(
 )
 
 
+def collective_option(help_text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the option `--collective`, as `kind`."""
+    kinds = click.Choice(PLANNED_KINDS)
+    return click.option("--collective", "kind", type=kinds, default="allreduce", show_default=True, help=help_text)
+
+
 @click.command
 @click.argument("cluster_path", metavar="[CLUSTER]", required=False)
-@click.option(
-    "--collective",
-    "kind",
-    type=click.Choice(PLANNED_KINDS),
-    default="allreduce",
-    show_default=True,
-    help="The collective; a broadcast starts at rank 0.",
-)
+@collective_option("The collective; a broadcast starts at rank 0.")
 @SIZE_OPTION
 @WIRE_OPTION
 @click.option(

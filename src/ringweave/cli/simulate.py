@@ -13,13 +13,12 @@ from ringweave import cost, planning, schedules, sim, topology, units
 from ringweave.cli import pipeline_stages
 from ringweave.cli import progress as cli_progress
 from ringweave.cli.echo import echo
-from ringweave.cli.plan import RATES_OPTION, SIZE_OPTION, WIRE_OPTION, check_encodable
+from ringweave.cli.plan import RATES_OPTION, SIZE_OPTION, WIRE_OPTION, check_encodable, collective_option
 from ringweave.cost import Bound, network
 from ringweave.environment import EXACT
 from ringweave.errors import UsageError, explain
 from ringweave.files import file_io
 from ringweave.planning import Plan, ScheduleChoice
-from ringweave.planning.plans import PLANNED_KINDS
 from ringweave.schedules import CollectiveKind
 from ringweave.sim import Fault, HostModel, NodeSlowdown, SimulationResult, scenario
 from ringweave.sim.scenario import FAILURE_FORMS, STRAGGLER_FORMS, parse_failure, parse_straggler
@@ -34,14 +33,7 @@ _PROCESSOR_TEXT = {"none": "the network alone", "assumed": "with assumed costs o
 @click.option(
     "--schedule", metavar="NAME", help="Simulate this schedule; by default the one that is predicted to be fastest."
 )
-@click.option(
-    "--collective",
-    "kind",
-    type=click.Choice(PLANNED_KINDS),
-    default="allreduce",
-    show_default=True,
-    help="The collective.",
-)
+@collective_option("The collective.")
 @WIRE_OPTION
 @click.option("--root", type=click.IntRange(min=0), metavar="RANK", help="Rank that broadcasts; by default rank 0.")
 @SIZE_OPTION
