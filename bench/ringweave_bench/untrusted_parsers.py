@@ -571,7 +571,7 @@ def platform_parsers() -> list[UntrustedParser]:
         ("job record", records.RECORD_JSON.parse, records.JobRecord),
         ("agent status", agent_channel.STATUS_JSON.parse, agent_channel.AgentStatus),
         ("desired state", agent_channel.DESIRED_STATE_JSON.parse, agent_channel.DesiredState),
-        ("rendezvous", agent_channel.RENDEZVOUS_JSON.parse, agent_channel.RendezvousResult),
+        ("rendezvous", agent_channel.RENDEZVOUS_JSON.parse, job_config.RendezvousResult),
         ("job config", job_config.JOB_CONFIG_JSON.parse, job_config.JobConfig),
         ("run entry", run_entry.ENTRY_JSON.parse, run_entry.RunEntry),
         ("host config", run_entry.HOST_CONFIG_JSON.parse, run_entry.HostConfig),

@@ -14,9 +14,9 @@ from ringweave.platforms.agent.agent_channel import (
     AgentStatus,
     DesiredState,
     EndpointOffer,
-    RendezvousResult,
     RoundOverError,
 )
+from ringweave.platforms.agent.job_config import RendezvousResult
 from ringweave.platforms.agent.node_round import NodeOutcome, NodeProgress
 
 HERE = HostPort(host="here", port=7)

@@ -18,11 +18,10 @@ from ringweave.platforms.agent.agent_channel import (
     NUM_INCARNATIONS,
     AgentStatus,
     DesiredState,
-    RendezvousResult,
     RoundOverError,
     rendezvous_result,
 )
-from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
+from ringweave.platforms.agent.job_config import JobConfig, NodeConfig, RendezvousResult
 from ringweave.platforms.agent.node_round import RoundServices
 from ringweave.platforms.local.file_channel import FileAgentChannel
 from ringweave.platforms.local.job_folder import JobFolder

@@ -21,8 +21,7 @@ from ringweave.launcher.workers import HostPort, WorkerExit, WorkerProgram
 from ringweave.membership.client import COORDINATOR_SEARCH_S
 from ringweave.membership.member_rules import StopTraining
 from ringweave.platforms.agent import job_config
-from ringweave.platforms.agent.agent_channel import RendezvousResult
-from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
+from ringweave.platforms.agent.job_config import JobConfig, NodeConfig, RendezvousResult
 from ringweave.platforms.agent.node_round import NodeOutcome, NodeRound, ProgressReader, conclude_elastic_node
 from ringweave.rpc import CertificateAuthority
 from ringweave.training.elastic import member_details

@@ -16,8 +16,8 @@ from ringweave.launcher.outcome import WorkerFailure
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import HostPort, WorkerExit, WorkerProgram
 from ringweave.platforms.agent import agent_channel, job_config, node_round
-from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState, RendezvousResult
-from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
+from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState
+from ringweave.platforms.agent.job_config import JobConfig, NodeConfig, RendezvousResult
 from ringweave.platforms.agent.node_round import NodeProgress, ProgressReader
 from tests.telemetry.examples import example
 

@@ -16,8 +16,8 @@ from ringweave.launcher.services import SERVER_IDLE_TIMEOUT_S, JobServer, Sideca
 from ringweave.launcher.supervise import NodePlan, NodeWorkers
 from ringweave.launcher.workers import HostPort, WorkerExit, WorkerGroup, WorkerProgram, WorkerState
 from ringweave.platforms.agent import job_config
-from ringweave.platforms.agent.agent_channel import DesiredState, RendezvousResult, RoundOverError
-from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
+from ringweave.platforms.agent.agent_channel import DesiredState, RoundOverError
+from ringweave.platforms.agent.job_config import JobConfig, NodeConfig, RendezvousResult
 from ringweave.platforms.agent.node_round import NodeRound, RoundServices
 from ringweave.platforms.local.file_channel import FileAgentChannel
 from ringweave.platforms.local.job_folder import JobFolder

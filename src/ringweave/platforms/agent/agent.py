@@ -35,10 +35,9 @@ from ringweave.platforms.agent.agent_channel import (
     AgentStatus,
     DesiredState,
     EndpointOffer,
-    RendezvousResult,
     RoundOverError,
 )
-from ringweave.platforms.agent.job_config import JobConfig
+from ringweave.platforms.agent.job_config import JobConfig, RendezvousResult
 from ringweave.platforms.agent.node_round import (
     NodeOutcome,
     NodeRound,

@@ -9,7 +9,7 @@ with its node, which is what an elastic job survives. Desired state and status a
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ringweave.errors import explain
@@ -17,7 +17,7 @@ from ringweave.jobs.records import EndCause, GroupPhase, JsonForm, ObservedGroup
 from ringweave.launcher.restarts import NoRestartError
 from ringweave.launcher.workers import HostPort
 from ringweave.param_server.leadership_log import LeadershipLog
-from ringweave.platforms.agent.job_config import JobConfig
+from ringweave.platforms.agent.job_config import JobConfig, RendezvousResult
 
 if TYPE_CHECKING:  # a supervisor, and most commands, need no TLS
     from ringweave.rpc import Credentials
@@ -57,28 +57,6 @@ class EndpointOffer:
     """Address of this node's parameter server; None if it has none."""
     coordinator: HostPort | None = None
     """Address of this node's coordinator of an elastic job; None if it has none."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RendezvousResult:
-    """Result of a round's rendezvous: the start barrier is released, because all nodes were ready."""
-
-    round: int
-    master_address: HostPort
-    """Master address: the offer of the node of rank 0 for this round."""
-    servers: tuple[HostPort, ...] = ()
-    """Addresses of the job's parameter servers in this round, the one that leads first; empty if it has none."""
-    coordinators: tuple[HostPort, ...] = ()
-    """Addresses of an elastic job's coordinators in this round, the active one first; empty for other jobs."""
-    addresses: Mapping[str, str] = field(default_factory=dict)
-    """Node name -> address, for nodes that cannot be found by their names; empty if all are on one machine."""
-    late_nodes: tuple[str, ...] = ()
-    """Names of the nodes of an elastic job that were not ready; they may come while the others train."""
-
-    @property
-    def server_text(self) -> str:
-        """`host:port` of each parameter server, separated by commas."""
-        return ",".join(map(str, self.servers))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from ringweave.jobs.records import Job, JsonForm
 from ringweave.jobs.request import ELASTIC_SERVER_MODES, SERVER_MODES, JobRequest
 from ringweave.jobs.worker_options import DEFAULT_OPTIONS, WorkerOptions
 from ringweave.launcher import entry
-from ringweave.launcher.workers import WorkerGroup, WorkerProgram, build_worker_group
+from ringweave.launcher.workers import HostPort, WorkerGroup, WorkerProgram, build_worker_group
 from ringweave.relayed_address import is_relayed
 from ringweave.topology import Cluster, Device, Nic, Node
 
@@ -213,9 +213,30 @@ def check_script_text(text: str, path: str) -> None:
 JOB_CONFIG_JSON = JsonForm(JobConfig, saved_as="config of the job", indent=2)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RendezvousResult:
+    """Result of a round's rendezvous: the start barrier is released, because all nodes were ready."""
+
+    round: int
+    master_address: HostPort
+    """Master address: the offer of the node of rank 0 for this round."""
+    servers: tuple[HostPort, ...] = ()
+    """Addresses of the job's parameter servers in this round, the one that leads first; empty if it has none."""
+    coordinators: tuple[HostPort, ...] = ()
+    """Addresses of an elastic job's coordinators in this round, the active one first; empty for other jobs."""
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    """Node name -> address, for nodes that cannot be found by their names; empty if all are on one machine."""
+    late_nodes: tuple[str, ...] = ()
+    """Names of the nodes of an elastic job that were not ready; they may come while the others train."""
+
+    @property
+    def server_text(self) -> str:
+        """`host:port` of each parameter server, separated by commas."""
+        return ",".join(map(str, self.servers))
+
+
 if TYPE_CHECKING:
     from ringweave.launcher.run_dir import RunDir
-    from ringweave.platforms.agent.agent_channel import RendezvousResult
 
 RELAY_NIC = "relay"
 """Name of the link of a host that others cannot call: it opens all connections, and relays lead others to it."""
@@ -268,7 +289,7 @@ def server_nodes(config: JobConfig) -> tuple[str, ...]:
 def node_worker_group(
     config: JobConfig,
     index: int,
-    rendezvous: "RendezvousResult",
+    rendezvous: RendezvousResult,
     *,
     run_dir: "RunDir",
     program: WorkerProgram,

@@ -29,8 +29,8 @@ from ringweave.membership.messages import WHOLE_JOB
 from ringweave.membership.settings import MemberBounds
 from ringweave.param_server.leadership_log import LogServer
 from ringweave.platforms.agent import agent_channel, job_config
-from ringweave.platforms.agent.agent_channel import AgentChannel, DesiredState, RendezvousResult
-from ringweave.platforms.agent.job_config import JobConfig
+from ringweave.platforms.agent.agent_channel import AgentChannel, DesiredState
+from ringweave.platforms.agent.job_config import JobConfig, RendezvousResult
 from ringweave.rpc import CertificateAuthority, Credentials
 from ringweave.telemetry import Event
 

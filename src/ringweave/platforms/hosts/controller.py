@@ -11,8 +11,8 @@ from ringweave.jobs import records
 from ringweave.jobs.reconcile import reconcile
 from ringweave.jobs.records import EndCause, GroupPhase, JobAction, ObservedGroup, ObservedJobState
 from ringweave.platforms.agent import agent_channel
-from ringweave.platforms.agent.agent_channel import AgentStatus, RendezvousResult
-from ringweave.platforms.agent.job_config import JobConfig
+from ringweave.platforms.agent.agent_channel import AgentStatus
+from ringweave.platforms.agent.job_config import JobConfig, RendezvousResult
 from ringweave.platforms.hosts.messages import HostAction, HostReport
 from ringweave.platforms.hosts.run_entry import RunEntry
 

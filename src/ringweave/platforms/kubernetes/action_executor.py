@@ -12,8 +12,7 @@ from ringweave.jobs import records
 from ringweave.jobs.records import Job, JobAction
 from ringweave.launcher.workers import HostPort
 from ringweave.platforms.agent import agent_channel
-from ringweave.platforms.agent.agent_channel import RendezvousResult
-from ringweave.platforms.agent.job_config import JobConfig
+from ringweave.platforms.agent.job_config import JobConfig, RendezvousResult
 from ringweave.platforms.kubernetes import api_client, job_resource, objects, pod_logs, pod_status
 from ringweave.platforms.kubernetes.api_client import ApiError, KubernetesClient, Object, ResourceKind
 from ringweave.platforms.kubernetes.job_resource import ApiRefusal

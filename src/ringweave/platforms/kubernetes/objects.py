@@ -12,7 +12,8 @@ from ringweave.errors import JobError, explain
 from ringweave.jobs.records import CreateGroup, Job
 from ringweave.jobs.request import SERVER_MODES
 from ringweave.platforms.agent import agent_channel, job_config
-from ringweave.platforms.agent.agent_channel import NUM_INCARNATIONS, NUM_SERVER_INCARNATIONS, RendezvousResult
+from ringweave.platforms.agent.agent_channel import NUM_INCARNATIONS, NUM_SERVER_INCARNATIONS
+from ringweave.platforms.agent.job_config import RendezvousResult
 
 PLATFORM_NAME = "kubernetes"
 """Value of `--on`."""

@@ -18,7 +18,8 @@ from ringweave.jobs.records import (
     cause_of_exit,
 )
 from ringweave.platforms.agent import agent_channel
-from ringweave.platforms.agent.agent_channel import AgentStatus, RendezvousResult
+from ringweave.platforms.agent.agent_channel import AgentStatus
+from ringweave.platforms.agent.job_config import RendezvousResult
 from ringweave.platforms.kubernetes import objects
 from ringweave.platforms.kubernetes.objects import WORKER_CONTAINER
 

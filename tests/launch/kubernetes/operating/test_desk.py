@@ -13,14 +13,8 @@ import pytest
 
 from ringweave.jobs.records import GroupPhase, Job
 from ringweave.launcher.workers import HostPort
-from ringweave.platforms.agent.agent_channel import (
-    RENDEZVOUS_JSON,
-    STATUS_JSON,
-    AgentStatus,
-    RendezvousResult,
-    RoundOverError,
-)
-from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
+from ringweave.platforms.agent.agent_channel import RENDEZVOUS_JSON, STATUS_JSON, AgentStatus, RoundOverError
+from ringweave.platforms.agent.job_config import JobConfig, NodeConfig, RendezvousResult
 from ringweave.platforms.kubernetes import api_client, objects, pod_status
 from ringweave.platforms.kubernetes.action_executor import ObservedJob
 from ringweave.platforms.kubernetes.agent_gateway import TOKEN_REREAD_INTERVAL_S, AgentGateway

@@ -16,8 +16,8 @@ from ringweave.jobs.records import EndCause, GroupPhase, new_job
 from ringweave.jobs.request import JobRequest, NodeRequest
 from ringweave.launcher.workers import HostPort
 from ringweave.platforms.agent import agent_channel
-from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState, RendezvousResult
-from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
+from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState
+from ringweave.platforms.agent.job_config import JobConfig, NodeConfig, RendezvousResult
 from ringweave.platforms.local import job_folder, job_runtime, supervisor, supervisor_main
 from ringweave.platforms.local.agent_main import SUPERVISOR_CHECK_S, SupervisedWait, visible_gpus
 from ringweave.platforms.local.file_channel import FileAgentChannel
