@@ -4,7 +4,6 @@ import itertools
 import json
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -385,7 +384,7 @@ def test_one_that_misses_what_it_has_to_do_is_not_waited_for_for_ever_and_all_go
 ) -> None:
     """A fault of this system, as there was one: each waits for the others, and says so."""
     for module in (failure_detector, coordinator):
-        monkeypatch.setattr(module, "REDUCTION_TIMEOUT", replace(failure_detector.REDUCTION_TIMEOUT, min_s=SILENCE_S))
+        monkeypatch.setattr(module, "REDUCTION_TIMEOUT", elastic_functions.SHORT_REDUCTION)
     with ElasticJob(elastic_functions.train, 3, 3, {"1.0": (16, "miss")}, 0.3) as job:
         values = [value_of(job, member) for member in job.members]
         assert len(job.coordinators[0].restarted_generations) == 1, "once is enough"
