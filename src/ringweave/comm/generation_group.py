@@ -194,6 +194,7 @@ class GenerationGroups:
             calls = [BackgroundCall(functools.partial(make, *kind), _SETUP_THREAD) for kind in kinds]
             group, *others = [self._wait_for_first_member(call, name, num_aborts) for call in calls]
             aborting.wait_result(math.inf, lambda: False)  # nothing of the previous generation is in flight any more
+            _connect_trees(others[0] if others else group, is_apart=bool(others))
             self.prepare_default_group(group)
             _set_default_group(group, others)
         except (RuntimeError, OSError) as cause:
@@ -318,6 +319,18 @@ def _make_group(
     assert isinstance(group, RingweaveProcessGroup), "this process is a member"
     distributed_c10d._world.pg_group_ranks[group] = {each: each for each in range(world_size)}
     return group
+
+
+def _connect_trees(group: RingweaveProcessGroup, *, is_apart: bool) -> None:
+    """Connect the members as the rows of their first step will travel, while their scripts may still compute.
+
+    Raises:
+        RuntimeError: A member is gone.
+    """
+    row = torch.zeros(1, dtype=torch.uint8)
+    group.allgather_small(row)
+    if is_apart:
+        group.allgather_aside(row)
 
 
 def _abort_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
