@@ -277,7 +277,9 @@ class SessionThread:
         try:
             if plan.is_recovery_source(rank):
                 state.trainer.capture_state()
-            self._resume_at_boundary(start, plan, abort_count)
+            is_resumed = self._resume_at_boundary(start, plan, abort_count)
+            if is_resumed:
+                self._publish_state(start, plan)
             self._form_groups(start, plan, num_aborts)
         except TrainingError:
             raise  # this member's own: another generation would not fix it
@@ -287,7 +289,10 @@ class SessionThread:
         if self._commits.settle_unfinished(membership, abort_count) and self._begin_generation(
             start, plan, abort_count
         ):
-            self._transfer_state(start, plan)
+            if not is_resumed:
+                self._publish_state(start, plan)
+            if start.is_joining and plan.layout:
+                self._recovery.start_read(start, plan.recovery_source(rank), _generation_name(membership))
 
     def _form_groups(self, start: GenerationStart, plan: RecoveryPlan, num_aborts: int) -> None:
         """Form the groups, and read the state if the others wait for that."""
@@ -300,8 +305,8 @@ class SessionThread:
             state_read = StateRead(lambda: num_aborts != self._state.groups.num_aborts)
             state_read.run(lambda: trainer.fetch_state(source_address, name, state_read))
 
-    def _resume_at_boundary(self, start: GenerationStart, plan: RecoveryPlan, abort_count: int) -> None:
-        """Let a script that waits at a step boundary compute its next gradients while the groups form.
+    def _resume_at_boundary(self, start: GenerationStart, plan: RecoveryPlan, abort_count: int) -> bool:
+        """Let a script that waits at a step boundary compute its next gradients while the groups form, if it may.
 
         They are retained, as after a death. Nothing of an earlier step is left to decide. If the others give this
         generation up, those that have not drawn the batch draw it as this member did (rule G7). A script that calls
@@ -314,8 +319,10 @@ class SessionThread:
             is_idle = state.reduction is None and state.num_collectives == 0
             is_at_boundary = state.status.at_step_boundary and state.status.has_state and state.catch_up is None
             is_settled = abort_count == state.abort_count and state.status.committed == start.membership.last_committed
-            if is_idle and is_at_boundary and is_settled and reads_later and state.trainer.supports_replay:
+            resumes = is_idle and is_at_boundary and is_settled and reads_later and state.trainer.supports_replay
+            if resumes:
                 self._enter_generation(start, plan)
+        return resumes
 
     def _enter_generation(self, start: GenerationStart, plan: RecoveryPlan) -> None:
         """Let the script go on as a member of the generation; needs the lock."""
@@ -342,13 +349,10 @@ class SessionThread:
         state.report_broken_group(error, abort_count)
         return True
 
-    def _transfer_state(self, start: GenerationStart, plan: RecoveryPlan) -> None:
-        """Publish the state for joining members, or start to read it, while the others continue."""
-        name, rank = _generation_name(start.membership), start.membership.members.index(self._state.member)
-        if plan.is_recovery_source(rank):
-            self._state.trainer.publish_state(name, is_lasting=bool(plan.layout))
-        if start.is_joining and plan.layout:
-            self._recovery.start_read(start, plan.recovery_source(rank), name)
+    def _publish_state(self, start: GenerationStart, plan: RecoveryPlan) -> None:
+        """Publish the captured state for joining members, while the script continues."""
+        if plan.is_recovery_source(start.membership.members.index(self._state.member)):
+            self._state.trainer.publish_state(_generation_name(start.membership), is_lasting=bool(plan.layout))
 
 
 def _generation_name(membership: Membership) -> str:
