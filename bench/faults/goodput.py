@@ -57,8 +57,7 @@ def main() -> int:
     ends = {system: measure(options, happens, system) for system in options.systems.split(",")}
     rows = [HEAD, *(row(system, ended.report, slept_s(options)) for system, ended in ends.items())]
     said = note(document, ends)
-    bar = SPARES_BAR if options.spares else BARS.get(options.every, min(BARS.values()))
-    found = missed(said, ends["ringweave"].report.goodput, bar) if said else []
+    found = missed(said, ends["ringweave"].report.goodput, bar_of(options)) if said else []
     print(f"goodput = {FORMULA}")
     name = f"goodput-{options.every:g}{'-with-spares' if options.spares else ''}"
     lab_jobs.conclude(options, name, document, rows)
@@ -122,6 +121,11 @@ def row(system: str, said: ChaosReport, slept: float) -> tuple[object, ...]:
     awake = round(1 - slept * rate, 3) if rate else None
     counts = (said.steps, said.steps_lost, said.samples_lost, said.recover_p50_s, said.recover_p95_s)
     return (system, said.faults, said.goodput, round(rate, 3) if rate else None, awake, *counts)
+
+
+def bar_of(options: argparse.Namespace) -> float:
+    """Return the least goodput that is good."""
+    return SPARES_BAR if options.spares else BARS.get(options.every, min(BARS.values()))
 
 
 def missed(said: Mapping[str, Any], goodput: float | None, bar: float) -> list[str]:
