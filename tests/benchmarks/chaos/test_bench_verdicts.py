@@ -1,7 +1,6 @@
-import argparse
-
 """What the benches of faults demand, by results made up: good ones pass, and each bad one is said."""
 
+import argparse
 import importlib
 import itertools
 from collections.abc import Callable
