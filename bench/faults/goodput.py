@@ -32,10 +32,6 @@ RESTART_S = 10.0
 BARS = {60.0: 0.95, 15.0: 0.97}
 SPARES_BAR = 0.98
 FORMULA = "samples that count / (rate per worker-second without faults x worker-seconds that the faults leave)"
-BATCH = 256
-"""Batch size of job.py."""
-
-
 HEAD = ("system", "kills", "goodput", "steps/s without faults", "not slept of a step", "steps", "steps lost")
 HEAD += ("samples lost", "recover p50, s", "p95, s")
 
@@ -76,8 +72,7 @@ def parse_options() -> argparse.Namespace:
         help="seconds before the first kill; a survey of links may take 0.8 s of them",
     )
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--s-per-sample", type=float, default=0.012, help="that workers sleep")
-    parser.set_defaults(width=96)
+    parser.set_defaults(width=96, s_per_sample=0.012)
     parser.add_argument(
         "--systems", default="ringweave,torchrun", help="also torchft, see docs/how-to/inject-faults.md"
     )
@@ -94,8 +89,7 @@ def measure(options: argparse.Namespace, happens: Sequence[fault_script.Fault], 
         system=system,
         elastic=elastic,
         restart_s=RESTART_S,
-        samples_per_step=BATCH,
-        more=["--s-per-sample", str(options.s_per_sample)],
+        samples_per_step=lab_jobs.BATCH,
         name=system,
     )
 
@@ -112,7 +106,7 @@ def note(document: dict[str, object], ends: Mapping[str, lab_jobs.Ended]) -> dic
 
 def slept_s(options: argparse.Namespace) -> float:
     """Seconds that each worker sleeps in a step, while all are there."""
-    return options.s_per_sample * BATCH / options.workers
+    return options.s_per_sample * lab_jobs.BATCH / options.workers
 
 
 def row(system: str, said: ChaosReport, slept: float) -> tuple[object, ...]:
