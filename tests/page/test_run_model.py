@@ -1,6 +1,8 @@
 """Sections of the page, from the events of a run."""
 
+import gc
 import json
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from ringweave.page.run_model import RunModel, show_text
 from ringweave.page.run_source import RunSource
 from ringweave.platforms.api import AttemptView, JobView, LogLine, LogQuery, NodeView
 from ringweave.platforms.run_directory import RunDirectoryPlatform
+from ringweave.telemetry import EventTail
 from tests import polling
 from tests.page import synthetic
 
@@ -234,6 +237,69 @@ def test_a_long_run_gives_a_small_page(tmp_path: Path) -> None:
     source.read_all()
     page = report_html(run_model.dump_sections(source.sections() | {"written_s": 0.0}))
     assert len(page) < 1_000_000
+
+
+def deaths(numbers: range) -> Iterator[dict[str, Any]]:
+    """Events of a job whose rank 1 dies in every second: each time there is another generation with another group."""
+    for number in numbers:
+        group, where = f"generation 1.{number}", {"time": synthetic.BEGIN_S + number, "rank": 1}
+        member = {"time": where["time"], "member": f"1.{number}", "term": 1, "part": ""}
+        yield {**where, "kind": "worker_exited", "node": "n0", "exit_code": None, "signal": "SIGKILL", "stopped": False}
+        yield {**member, "kind": "member_lost", "reason": "its connection to the coordinator broke"}
+        yield {**member, "kind": "generation_begun", "number": number, "members": ["0.0", f"1.{number}"]}
+        yield {**where, "kind": "worker_started", "node": "n0", "local_rank": 1, "pid": number}
+        yield {**where, "kind": "group_formed", "group": group, "node": "n0", "members": [0, 1], "nodes": ["n0", "n0"]}
+        plan = {"group": group, "version": 1, "rates": {"a0->r0": 1e6}, "bound_s_per_byte": 1e-7, "binding": "a0"}
+        yield {**where, "kind": "plan_made", **plan}
+        times = {"measured_s": {"ring": 0.1}, "predicted_s": {"ring": 0.1}, "trials": 3, "trials_s": 0.3}
+        tuned = {"group": group, "version": 1, "collective": "allreduce", "schedule": "ring", "bytes": 1000 + number}
+        yield {**where, "kind": "schedule_tuned", **tuned, **times}
+        for rank in (0, 1):
+            links = {str(1 - rank): {"sent_bytes": 1000, "busy_s": 0.5, "limited_s": 0.0}}
+            sums = {"node": "n0", "group": group, "collectives": 1, "wall_s": 0.9, "in_flight_s": 0.1, "links": links}
+            yield {**where, "kind": "traffic_measured", "rank": rank, **sums}
+            counted = {"ring": {"collectives": 2, "bytes": 2000, "messages": 4}}
+            yield {**where, "kind": "collectives", "rank": rank, "group": group, "by_schedule": counted}
+
+
+@pytest.mark.slow
+def test_20000_deaths_are_counted_and_take_no_more_memory_than_500() -> None:
+    model = RunModel()
+    for event in (next(synthetic.events(2, 1)), *deaths(range(500))):
+        model.add(event)
+    few = len(pickle.dumps(model))
+    for event in deaths(range(500, 20_000)):
+        model.add(event)
+    assert len(pickle.dumps(model)) < 1.1 * few < 250_000
+    found = model.sections(is_over=False)
+    line = found["timeline"]
+    assert (line["num_deaths"], line["num_generations"], line["num_lives"]) == (20_000, 20_000, 20_000)
+    newest = line["num_lives"] - 1
+    assert (len(line["lives"]), line["lives"][-1]["begin_s"]) == (201, synthetic.BEGIN_S + newest)
+    assert (len(found["events"]["rows"]), found["events"]["num"]) == (run_model.MAX_EVENTS, 1 + 7 * 20_000)
+    assert found["traffic"] == {"ring": {"collectives": 40_000, "bytes": 40_000_000, "messages": 160_000}}
+    assert len(found["peers"]) == run_model.MAX_COLLECTIVES
+    assert len(found["topology"]["links"]) == 1
+
+
+def test_earlier_rounds_of_a_job_are_read_no_more(tmp_path: Path) -> None:
+    def num_tails() -> int:
+        gc.collect()
+        return sum(isinstance(each, EventTail) for each in gc.get_objects())
+
+    kinds = ("run_started", "worker_started")
+    lines = "".join(f"{json.dumps(each)}\n" for each in synthetic.events(1, 100) if each["kind"] in kinds)
+    source, before = RunSource(OtherPlatform("local", str(tmp_path)), "job"), num_tails()
+    for number in range(1, 101):
+        folder = tmp_path / "n0" / str(number) / f"round-{number}"
+        folder.mkdir(parents=True)
+        (folder / "events.jsonl").write_text(lines)
+        source.poll()
+    assert num_tails() - before == 1
+    assert [each["number"] for each in source.sections()["timeline"]["attempts"]] == list(range(1, 101))
+    (tmp_path / "n0" / "1" / "round-1" / "events.jsonl").write_text(lines * 3)
+    source.poll()
+    assert source.sections()["counts"]["events"] == 200
 
 
 def test_a_second_attempt_begins_anew_and_the_time_line_keeps_both(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from ringweave.topology import Cluster
 
 ScheduleCounts = dict[str, int]
+COUNTS = ("collectives", "bytes", "messages")
+"""Keys of it."""
 
 RUN_JSON_FORMAT = 2
 """Version of the keys of run.json."""
@@ -99,7 +101,7 @@ def count_collectives(events: Iterable[Event]) -> dict[str, ScheduleCounts]:
     lowest: dict[str, int] = {}
     for group, global_rank in last:
         lowest[group] = min(global_rank, lowest.get(group, global_rank))
-    totals: dict[str, ScheduleCounts] = defaultdict(lambda: {"collectives": 0, "bytes": 0, "messages": 0})
+    totals: dict[str, ScheduleCounts] = defaultdict(lambda: dict.fromkeys(COUNTS, 0))
     for (group, global_rank), by_schedule in last.items():
         for name, counts in by_schedule.items():
             total = totals[name]

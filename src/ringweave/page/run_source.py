@@ -160,12 +160,22 @@ class JobReader:
         for attempt, is_round, event in news:
             if attempt > self._attempt:
                 self._attempt = attempt
+                self._forget_earlier()
                 consumer.begin_attempt(attempt if is_round else None)
             if attempt == self._attempt:
                 consumer.add(event)
             if time.monotonic() > deadline_s:
                 return True
         return False
+
+    def _forget_earlier(self) -> None:
+        """Forget the places in event logs of earlier rounds: nothing is read of them any more."""
+        self._places = {key: place for key, place in self._places.items() if key[2] >= self._attempt}
+        self._tails = {path: tail for path, tail in self._tails.items() if self._is_read(path)}
+
+    def _is_read(self, path: Path) -> bool:
+        match = _ROUND_FOLDER.search(str(path))
+        return match is None or int(match[3]) >= self._attempt
 
     def _begin_replay(self) -> None:
         for place in self._places.values():
@@ -185,7 +195,7 @@ class JobReader:
                     self._begin_replay()
                 else:
                     yield from self._parse_streamed(line)
-        for path in self._event_files():
+        for path in filter(self._is_read, self._event_files()):
             match = _ROUND_FOLDER.search(str(path))
             if match is None:
                 for event in self._tails.setdefault(path, telemetry.EventTail(path, self.unread)).iter_new():
@@ -199,6 +209,8 @@ class JobReader:
                     yield key[2], True, event
 
     def _parse_streamed(self, line: LogLine) -> Iterator[tuple[int, bool, Event]]:
+        if line.round < self._attempt:
+            return
         place = self._places.setdefault((line.node, line.attempt, line.round), _EventLogPlace())
         unread = None if place.is_replayed else self.unread
         event = telemetry.parse_event(line.text.encode(), unread)
@@ -248,6 +260,7 @@ class RunSource:
         ]
         rows = sections["events"]["rows"]
         sections["events"]["rows"] = sorted([*job_events, *rows], key=lambda row: row["time_s"])
+        sections["events"]["num"] += len(job_events)
         if not sections["counts"]["events"]:
             sections["left_out"] = [self._missing_log_text()]
             sections["progress"] |= self._node_progress()
