@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ringweave.cli import job_options, main
 from ringweave.errors import LaunchError, UnknownJobError
 from ringweave.jobs.states import JobState, NodeState
 from ringweave.page import run_model, run_source
@@ -322,6 +323,7 @@ class OtherPlatform(RunDirectoryPlatform):
     def __init__(self, platform: str, files: str, state: JobState = JobState.RUNNING) -> None:
         super().__init__("me")
         self.event_lines: list[LogLine] = []
+        self.queries: list[LogQuery] = []
         self.num_failures = 0
         node = {"workers": 2, "capacity": 2, "state": NodeState.RUNNING, "retries": 0, "max_retries": 3}
         nodes = [
@@ -339,6 +341,7 @@ class OtherPlatform(RunDirectoryPlatform):
         return self.view
 
     def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
+        self.queries.append(which)
         if which.events != "only":
             for rank in range(4):
                 yield LogLine(node=f"n{rank // 2}", attempt=1, round=1, rank=rank, text=synthetic.HOSTILE)
@@ -411,6 +414,33 @@ def test_event_logs_on_other_machines_come_beside_the_output(platform: str) -> N
     assert [each["number"] for each in found["timeline"]["attempts"]] == [1, 2], "rounds"
     assert (found["progress"]["train_step"], found["counts"]["unread"]) == (200, 0)
     assert len(found["logs"]["sources"]) == 4
+
+
+@pytest.mark.parametrize("platform", ["hosts", "runs"])
+def test_why_reads_the_events_of_the_last_round_and_no_output(
+    platform: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def why() -> dict[str, Any]:
+        assert main.run_command_line(["why", "job", "-o", "json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    service = OtherPlatform(platform, str(tmp_path) if platform == "runs" else "")
+    service.event_lines = [*event_lines(), replace(event_lines()[0], text="{", round=2)]
+    for line in service.event_lines if platform == "runs" else ():
+        path = tmp_path / line.node / str(line.attempt) / f"round-{line.round}" / "events.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(line.text + "\n")
+    monkeypatch.setattr(job_options, "open_user_platform", lambda _: service)
+    found = why()
+    assert [(each["cause"], each["rank"]) for each in found["losses"]] == [("backward", 3)]
+    flaw = "truncated, or no JSON object with a kind"
+    assert found["notes"] == [f"1 record of the event log could not be read: {flaw} (1)."]
+    assert {query.events for query in service.queries} == ({"only"} if platform == "hosts" else set())
+    service.num_failures = 1
+    if platform == "hosts":
+        found = why()
+        assert (found["losses"], found["notes"]) == ([], ["Its losses are not known: no answer"])
 
 
 def follow(source: RunSource, holds: Callable[[dict[str, Any]], object]) -> dict[str, Any]:

@@ -49,6 +49,26 @@ class EventConsumer(Protocol):
         """Add an event of the newest attempt."""
 
 
+class AttemptEvents:
+    """Keeps the events of the newest attempt or round."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+
+    def begin_attempt(self, round_: int | None = None) -> None:
+        """Forget those of the attempt before."""
+        del round_
+        self._events.clear()
+
+    def add(self, event: Event) -> None:
+        """Keep an event."""
+        self._events.append(event)
+
+    def in_order(self) -> list[Event]:
+        """Return them by their times."""
+        return sorted(self._events, key=lambda event: event["time"])
+
+
 @dataclass(slots=True)
 class _EventLogPlace:
     """Place up to which the event log of a round on a node has been read."""
@@ -111,11 +131,13 @@ class JobReader:
         self._update_view()  # of a run that has been removed, the files are here
         return not self.has_files
 
-    def read_all(self, consumer: EventConsumer) -> None:
-        """Read events and output up to their ends."""
+    def read_all(self, consumer: EventConsumer, *, events_only: bool = False) -> None:
+        """Read events, and the output of workers, up to their ends."""
         while self.feed(consumer):
             pass
-        query = LogQuery(events="none" if self.has_files else "also")
+        if events_only and self.has_files:
+            return
+        query = LogQuery(events="only" if events_only else "none" if self.has_files else "also")
         self.output.read(
             self._platform, self._name, query, lambda line: self._feed_until(consumer, self._parse_streamed(line))
         )
