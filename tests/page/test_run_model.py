@@ -303,6 +303,22 @@ def test_earlier_rounds_of_a_job_are_read_no_more(tmp_path: Path) -> None:
     assert source.sections()["counts"]["events"] == 200
 
 
+def test_a_disk_that_fails_for_a_while_is_told_and_outlived(tmp_path: Path) -> None:
+    folder = synthetic.write_run(tmp_path / "run", 2, 200, per_node=1)
+    events = (folder / "events.jsonl").read_text()
+    (folder / "events.jsonl").unlink()
+    (folder / "events.jsonl").mkdir()
+    source = RunSource(RunDirectoryPlatform("me"), str(folder))
+    assert not source.poll()
+    assert "Its events cannot be read at the moment: [Errno 21] Is a directory" in source.sections()["head"]["trouble"]
+    (folder / "events.jsonl").rmdir()
+    (folder / "events.jsonl").write_text(events)
+    source.poll()
+    source.poll()
+    found = source.sections()
+    assert (found["head"]["trouble"], found["progress"]["train_step"]) == (None, 200)
+
+
 def test_a_second_attempt_begins_anew_and_the_time_line_keeps_both(tmp_path: Path) -> None:
     folder = synthetic.write_run(tmp_path / "run", 2, 200, outcome="failed", per_node=1)
     with (folder / "events.jsonl").open("a") as file:

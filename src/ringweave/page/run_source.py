@@ -258,7 +258,7 @@ class RunSource:
     def __init__(self, platform: Platform, name: str, clock: Callable[[], float] = time.time) -> None:
         """`platform` knows the job of that name."""
         self._reader = JobReader(platform, name, clock)
-        self._model = RunModel(self._reader.unread)
+        self._model, self._trouble = RunModel(self._reader.unread), ""
 
     def follow_logs(self) -> None:
         """Read the output of workers from now on, in a thread of its own."""
@@ -269,9 +269,19 @@ class RunSource:
         self._reader.read_all(self._model)
 
     def poll(self, limit_s: float = SLICE_S) -> bool:
-        """Read what is new, for at most so long; return whether there is more."""
-        self._reader.update_view()
-        return self._reader.feed(self._model, limit_s)
+        """Read what is new, for at most so long; return whether there is more.
+
+        Raises:
+            RingweaveError: The events are of another format.
+        """
+        try:
+            self._reader.update_view()
+            has_more = self._reader.feed(self._model, limit_s)
+        except OSError as error:
+            self._trouble = f"Its events cannot be read at the moment: {error}."
+            return False
+        self._trouble = ""
+        return has_more
 
     def sections(self) -> dict[str, Any]:
         """Return all sections of the page, as JSON values."""
@@ -324,7 +334,7 @@ class RunSource:
                 for each in view.used_nodes
             ],
             "run": view.run,
-            "trouble": self._reader.trouble or None,
+            "trouble": self._reader.trouble or self._trouble or None,
         }
 
     def _missing_log_text(self) -> str:
@@ -353,14 +363,14 @@ class WorkerOutput:
         """Read the output of the job up to its end, or until the platform refuses.
 
         Returns:
-            False if the platform did not answer: then all lines are forgotten.
+            False if the platform did not answer, or a file could not be read: then all lines are forgotten.
         """
         try:
             for line in platform.logs(name, query):
                 add_event(line) if line.is_event else self.add(line)
-        except RingweaveError as error:
+        except (OSError, RingweaveError) as error:
             self._trouble = str(error)
-            if isinstance(error, LaunchError):
+            if isinstance(error, LaunchError | OSError):
                 with self._lock:
                     self._lines, self._counts = {}, {}
                 return False
