@@ -70,13 +70,18 @@ class Membership:
     def members(self) -> tuple[str, ...]:
         return tuple(status.member for status in self.statuses)
 
+    @property
+    def least_incarnations(self) -> dict[int, int]:
+        """Slot -> least incarnation whose certificate counts: that of its member, or the one after its last member."""
+        after_last = {slot: incarnation + 1 for slot, incarnation in map(parse_member_name, self.departed)}
+        return after_last | dict(map(parse_member_name, self.members))
+
     def revokes(self, member: str) -> bool:
         """Return whether a process's certificate counts no more: it was a member, or its slot has a later one."""
         if not all(part.isdecimal() for part in member.split(".")) or member.count(".") != 1:
             return True  # no member's name
         slot, incarnation = parse_member_name(member)
-        held, last = dict(map(parse_member_name, self.members)), dict(map(parse_member_name, self.departed))
-        return incarnation < held.get(slot, 0) or incarnation <= last.get(slot, -1)
+        return incarnation < self.least_incarnations.get(slot, 0)
 
     @property
     def state_owners(self) -> tuple[str, ...]:
