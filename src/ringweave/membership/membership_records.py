@@ -159,10 +159,21 @@ def furthest_status(statuses: Sequence[MemberStatus]) -> MemberStatus:
     return max(training or statuses, key=lambda each: (each.num_drawn, each.has_state))
 
 
+KEPT_INCARNATIONS = 8
+"""Incarnations of a slot that are remembered one by one: of a job that loses members for weeks, the newest ones."""
+
+
 def parse_member_name(member: str) -> tuple[int, int]:
     """Return (slot, incarnation) of a member's name, the order of members."""
     slot, _, incarnation = member.partition(".")
     return int(slot), int(incarnation)
+
+
+def newest_of_slots(members: Collection[str]) -> frozenset[str]:
+    """Return the members without those of which so many later ones of their slots are among them."""
+    newest = dict(sorted(map(parse_member_name, members)))
+    kept = [each for each in map(parse_member_name, members) if each[1] > newest[each[0]] - KEPT_INCARNATIONS]
+    return frozenset(f"{slot}.{incarnation}" for slot, incarnation in kept)
 
 
 def departed_members(previous: Membership | None, members: Collection[str]) -> tuple[str, ...]:

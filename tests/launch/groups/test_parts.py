@@ -278,6 +278,18 @@ def back(member: str) -> dict[str, object]:
 FINISHED = "it has finished"
 
 
+def test_of_a_slot_that_dies_again_and_again_the_newest_members_are_told(tmp_path: Path) -> None:
+    results = ProgressReader(tmp_path / "events.jsonl")
+    for number in range(1, 300):
+        name = f"1.{number}"
+        events = [epoch(2 * number, "0.0", name), lost(name), epoch(2 * number + 1, "0.0")]
+        with (tmp_path / "events.jsonl").open("a") as file:
+            file.write("".join(json.dumps(event) + "\n" for event in events))
+    assert results.read() == NodeProgress(
+        generation=(1, 599), evicted=tuple(f"1.{number}" for number in range(292, 300))
+    )
+
+
 def test_rings_have_memberships_of_their_own(tmp_path: Path) -> None:
     results = ProgressReader(tmp_path / "events.jsonl")
     first = [epoch(1, "0.0", "1.0") | {"part": "ring 0"}, epoch(1, "2.0", "3.0") | {"part": "ring 1"}]
