@@ -29,6 +29,8 @@ from ringweave.telemetry import Event
 PLATFORM = "runs"
 RUNS_FOLDER = Path("runs")
 """Folder below the current one in which `ringweave run` makes run directories."""
+_MAX_COUNT = 2**31
+"""Numbers in a run.json are below it."""
 _STATES = {
     "running": JobState.RUNNING,
     "done": JobState.SUCCEEDED,
@@ -172,7 +174,7 @@ def view_run(directory: RunDir, name: str, requester: str, events: _RunEvents | 
 def _started_s(directory: RunDir, record: Mapping[str, Any]) -> float:
     try:
         return datetime.fromisoformat(record["started"]).timestamp()
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, OverflowError, TypeError, ValueError):
         return directory.run_json.stat().st_mtime
 
 
@@ -235,11 +237,26 @@ def _read_record(directory: RunDir) -> dict[str, Any]:
         record = file_io.load_json(directory.run_json, run_dir.MAX_RUN_JSON_BYTES)
     except (OSError, ValueError):
         record = None
-    if isinstance(record, dict) and record.get("format") == run_dir.RUN_JSON_FORMAT and "world_size" in record:
+    if isinstance(record, dict) and record.get("format") == run_dir.RUN_JSON_FORMAT and _is_record(record):
         return record
     do = "Name the folder of a run of this ringweave"
     what = f"run.json of {directory.root}"
     raise UnknownJobError(explain(what, got="another file", expected="the record of a run", do=do))
+
+
+def _is_record(record: Mapping[str, Any]) -> bool:
+    """Return whether the keys of a run.json that are used here are of the right types; a script may add others."""
+    try:
+        nodes = [(each["name"], each["workers"]) for each in record["cluster"]["nodes"]]
+        texts = [name for name, _ in nodes] + [record.get(key) or "" for key in ("outcome", "mode", "cause")]
+        counts = [count for _, each in nodes for count in (each if isinstance(each, list) else [each])]
+        numbers = [record["world_size"], record.get("attempt", 1), *counts]
+        wall_s = record.get("wall_s") or 0.0
+    except (KeyError, TypeError):
+        return False
+    are_counts = all(type(each) is int and 0 <= each < _MAX_COUNT for each in numbers)
+    is_time = type(wall_s) in (int, float) and 0 <= wall_s < _MAX_COUNT
+    return are_counts and is_time and all(isinstance(each, str) for each in texts)
 
 
 def _require_run_dir(name: str) -> RunDir:
