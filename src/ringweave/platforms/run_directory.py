@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ringweave import telemetry, topology
-from ringweave.errors import JobError, UnknownJobError, explain
+from ringweave.errors import JobError, RingweaveError, UnknownJobError, explain
 from ringweave.files import file_io
 from ringweave.jobs import records
 from ringweave.jobs.request import JobRequest
 from ringweave.jobs.states import JobState, NodeState, Reason, make_reason
 from ringweave.launcher import run_dir
 from ringweave.launcher.run_dir import RunDir
-from ringweave.platforms import job_logs, submission
+from ringweave.platforms import api, job_logs, submission
 from ringweave.platforms.api import AttemptView, EventView, JobView, LogLine, LogQuery, NodeView, Platform, Submission
 from ringweave.platforms.local import job_folder
 from ringweave.telemetry import Event
@@ -81,7 +81,15 @@ class RunDirectoryPlatform(Platform):
 
     def jobs(self) -> Sequence[JobView]:
         names = [path.parent.name for path in RUNS_FOLDER.glob("*/run.json")]
-        return sorted((self.job(name) for name in names), key=lambda view: view.created_s)
+        return sorted(map(self._readable_or_not, names), key=lambda view: view.created_s)
+
+    def _readable_or_not(self, name: str) -> JobView:
+        """Return the view of a run; one whose files cannot be read is a failed one, and hides no other."""
+        try:
+            return self.job(name)
+        except (OSError, RingweaveError) as error:
+            reason = Reason(code="Unreadable", text=str(error), hint="Remove the folder if it is of no use")
+            return api.job_view(api.unreadable_job(name, self._requester, 0.0, reason), platform=PLATFORM)
 
     def job(self, name: str) -> JobView:
         return self._view(_require_run_dir(name), name)
