@@ -95,6 +95,17 @@ def test_collectives_in_a_wire_format_say_what_part_of_their_bytes_they_send() -
     assert "Bytes saved" not in "".join(found["left_out"])
 
 
+@pytest.mark.parametrize("change", [{"collective": "reduce"}, {"collective": "alltoall"}, {"measured_s": 0.0}])
+def test_a_measurement_without_a_bound_is_shown_without_one(change: dict[str, Any]) -> None:
+    events = [
+        {**event, **change} if event["kind"] == "schedule_measured" and event["schedule"] == "ring" else event
+        for event in synthetic.events(2, 100, per_node=1)
+    ]
+    rows = {row["schedule"]: row for row in sections_of(events)["collectives"]}
+    assert rows["ring"]["fraction_of_bound"] is None
+    assert rows["multi-level"]["fraction_of_bound"] is not None
+
+
 def test_a_probed_network_is_the_tree_of_the_page() -> None:
     links = {"a": ("r0", 1e6), "b": ("r0", 2e6), "c": ("r1", 3e6), "r0": ("core", 4e6), "r1": ("core", 5e6)}
     rates = {f"{src}->{dst}": rate for src, (dst, rate) in links.items()}
