@@ -399,7 +399,8 @@ def unpack_files(content: bytes, target: Path) -> None:
         OSError: A file cannot be written.
     """
     try:
-        with tarfile.open(fileobj=_BoundedReader(content), mode="r|") as archive:
+        reader: Any = _BoundedReader(content)
+        with tarfile.open(fileobj=reader, mode="r|") as archive:
             _check_members(archive, target)
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
             archive.extractall(target, filter="data")
