@@ -363,8 +363,10 @@ class FailureDetector:
 
     def is_long_gone(self, member: str) -> bool:
         """Return whether so many later processes of its slot have come that this one is not remembered by itself."""
-        slot, incarnation = parse_member_name(member)
-        return incarnation <= self._newest_incarnations.get(slot, 0) - KEPT_INCARNATIONS
+        slot, _, incarnation = member.partition(".")
+        if not (slot.isdecimal() and incarnation.isdecimal()):
+            return False  # no member's name
+        return int(incarnation) <= self._newest_incarnations.get(int(slot), 0) - KEPT_INCARNATIONS
 
     def is_missing_any(self, members: Collection[str], now_s: float) -> bool:
         """Return whether one is gone, or has finished so long ago that others may be waiting for it."""
