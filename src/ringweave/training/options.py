@@ -78,7 +78,8 @@ class Local:
     """Nesterov momentum of the outer optimizer; 0 to below 1. DiLoCo's 0.9 overshoots in a training of some hundred
     steps, by 11 % of the loss (docs/decisions/0043-low-communication-training.md)."""
     sites: Sequence[Sequence[int]] | None = None
-    """Ranks of each site; None means those of the cluster file, and without one, one site per node."""
+    """Ranks of each site; None means those of the cluster file, and without one those of measured links: nodes with at
+    least four times the rate between them that they have to others. If nothing tells nodes apart, each is a site."""
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
