@@ -35,6 +35,10 @@ MAX_INNER_STEPS = 500
 """Upper limit of derived inner steps: what the authors of DiLoCo (arXiv 2311.08105) have tried."""
 MIN_INNER_STEPS = 16
 """Lower limit of derived inner steps: fewer gain little loss, and links between sites may be paid by the byte."""
+MIN_STEPS_CHANGE = 0.2
+"""Relative change from which derived inner steps are changed."""
+NUM_REMEMBERED = 12
+"""Outer steps whose measurements decide about the next rounds: single ones may be of a step or two."""
 LINK_SHARE = 0.7
 """Share of a round in which the links may carry an exchange, if inner steps are derived: rates vary meanwhile."""
 

@@ -50,7 +50,8 @@ class Asynchronous:
 
 
 ELASTIC_INNER_STEPS = 64
-"""Inner steps of mode local in an elastic job, if none are set: its exchanges are exact, so they are to be rare."""
+"""Inner steps of mode local in an elastic job until its first exchange, if none are set: exchanges are exact, so they
+are to be rare."""
 ELASTIC_SITES = "in an elastic job sites exchange through a parameter server: means, exact, each site at its own time"
 
 
