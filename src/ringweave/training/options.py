@@ -50,7 +50,8 @@ class Asynchronous:
 
 
 ELASTIC_INNER_STEPS = 64
-"""Inner steps of mode local in an elastic job, if none are set: its exchanges are exact, so they are to be rare."""
+"""Inner steps of mode local in an elastic job until its first exchange, if none are set: exchanges are exact, so they
+are to be rare."""
 ELASTIC_SITES = "in an elastic job sites exchange through a parameter server: means, exact, each site at its own time"
 
 
@@ -78,7 +79,8 @@ class Local:
     """Nesterov momentum of the outer optimizer; 0 to below 1. DiLoCo's 0.9 overshoots in a training of some hundred
     steps, by 11 % of the loss (docs/decisions/0043-low-communication-training.md)."""
     sites: Sequence[Sequence[int]] | None = None
-    """Ranks of each site; None means those of the cluster file, and without one, one site per node."""
+    """Ranks of each site; None means those of the cluster file, and without one those of measured links: nodes with at
+    least four times the rate between them that they have to others. If nothing tells nodes apart, each is a site."""
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""

@@ -26,6 +26,7 @@ from ringweave.planning import balancing, sites
 from ringweave.planning.balancing import Speed
 from ringweave.planning.loss_table import load_loss_table
 from ringweave.planning.mode_forecast import Ring
+from ringweave.planning.sites import MeasuredSites
 from ringweave.training import collectives, gradients, options, outer_steps, speed_test, timing
 from ringweave.training.balancer import ShareBalancer
 from ringweave.training.collectives import ControlGroup
@@ -264,6 +265,8 @@ def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
         script, mode, reason, rings = _choose_within_bound(script, (mode, reason, rings), reports, is_open=is_open)
     if mode == modes.LOCAL:
         all_sites = sites.sites_of(script.local.sites, reports)
+        if script.local.sites is None and "measured_sites_text" in reports[0]:
+            reason += f"; {reports[0]['measured_sites_text']}"
         if len(all_sites) > 1:
             recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=())
             exchange = exchange or SiteExchange(all_sites, rank)
@@ -405,7 +408,25 @@ def _describe_for_sites(script: Script, environment: WorkerEnvironment, *, is_ne
     if not is_needed:
         return {"local": ""}
     node = group_info.locate_process(environment, os.environ).node
-    return {"local": str(script.local), "node": node, "values": outer_steps.describe_values(script.model)}
+    found = _find_measured_sites(environment)
+    measured = {"measured_sites": found.nodes, "measured_sites_text": str(found)} if found is not None else {}
+    return {"local": str(script.local), "node": node, "values": outer_steps.describe_values(script.model), **measured}
+
+
+def _find_measured_sites(environment: WorkerEnvironment) -> MeasuredSites | None:
+    """Return the sites by probed links; None on all ranks but the first, and where a cluster file describes links."""
+    group = dist.group.WORLD
+    if not isinstance(group, RingweaveProcessGroup) or group.measured_network is None:
+        return None
+    if environment.cluster_path is not None:
+        return None
+    cluster, rates = group.measured_network.cluster(), group.measured_network.link_rates
+    names = list(dict.fromkeys(each.location.node for each in group.members.ranks))
+
+    def rate_between(a: str, b: str) -> float:
+        return min(rates[link] for link in (*cluster.route(a, b), *cluster.route(b, a)))
+
+    return sites.group_nodes_by_rate(names, rate_between)
 
 
 def _prepare_sites(

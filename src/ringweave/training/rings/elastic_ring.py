@@ -245,7 +245,7 @@ class ElasticRing(SessionMembership):
         start = None
         if reply.resumed_seed is not None:
             start = {"epoch": reply.resumed_epoch, "done": reply.resumed, "seed": reply.resumed_seed}
-        cursor = [reply.num_pushed, version, reply.num_shards, reply.num_barriers, version, None, start]
+        cursor = [reply.num_pushed, version, reply.num_shards, reply.num_barriers, version, 0, None, start]
         return {"cursor": cursor, "epoch": reply.epoch, "ring_progress": reply.ring_progress}
 
     def _resume_ring(self, start: FetchedJson) -> None:
