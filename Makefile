@@ -25,13 +25,14 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml bench/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,hf,lightning,dev]' -e bench
+	$(BIN)/python -m compileall -q -j 0 src bench/ringweave_bench
 	@touch $@
 
 demo: setup
 	$(BIN)/python examples/demo.py --out $(RUN_DIR)
 
 # More processes than two cores: many tests wait for processes of their own. These are many, and each would compile all
-# that it imports where no bytecode is kept.
+# that it imports where no bytecode is kept; the first ones at once would, where `setup` had not.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n 5 --dist worksteal
 # DEMAND="lab browser": what needs a lab or a browser fails where there is none, and is not skipped.
 test: setup

@@ -3,12 +3,22 @@
 import os
 import signal
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ringweave.testing.ranks import announce
+
+SILENCE_S = 8.0
+"""Limit of collectives that wait for a silent rank. To form a group takes longer on a busy machine: it has its own."""
+
+
+def limit_silence() -> None:
+    """Let collectives of the default group, which has been used, wait for so long at most from now on."""
+    group: Any = dist.group.WORLD
+    group._gloo.options._timeout = timedelta(seconds=SILENCE_S)
 
 
 def fork_and_reduce_until_failure(num_elements: int) -> None:
@@ -38,6 +48,7 @@ def wait_for_one_that_stops() -> list[str]:
     """Rank 3 stops with collectives of both lanes under way; the errors of both."""
     for _ in range(2):
         dist.all_reduce(torch.ones(2_000_000))  # both lanes are connected now
+    limit_silence()
     if dist.get_rank() == 3:
         os.kill(os.getpid(), signal.SIGSTOP)
     works: list[Any] = [dist.all_reduce(torch.ones(2_000_000), async_op=True) for _ in range(2)]
@@ -80,10 +91,12 @@ def fail_alone() -> str:
     return "nothing"
 
 
-def reduce_until_failure(num_elements: int) -> None:
+def reduce_until_failure(num_elements: int, limits_silence: bool = False) -> None:
     """Reduce again and again; ends only by an exception."""
     tensor = torch.ones(num_elements)
     dist.all_reduce(tensor)
+    if limits_silence:
+        limit_silence()
     announce("reducing")
     while True:
         dist.all_reduce(tensor.fill_(1.0))
@@ -100,6 +113,7 @@ def reduce_different_sizes(warm_up: bool) -> None:
 def reduce_without_rank_1() -> None:
     """Rank 1 stays away from the second collective, alive, until it is killed."""
     dist.all_reduce(torch.ones(100_000))
+    limit_silence()
     if dist.get_rank() == 1:
         time.sleep(1000)
     dist.all_reduce(torch.ones(100_000))

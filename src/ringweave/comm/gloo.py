@@ -35,6 +35,8 @@ _ABORT_TAG = 2**31 - 1
 """Tag that no message carries."""
 _FIRST_NETWORK, _NUM_ADDRESSES = 0x7F20_0000, 2**21
 """127.32.0.0/11: addresses of loopback from which each listener of Gloo draws its own."""
+_TAKEN = "taken"
+"""Word of a node on which another program listens at a port of Gloo's, at all addresses."""
 _LAZY_INIT = "TORCH_GLOO_LAZY_INIT"
 _SO_ATTACH_FILTER, _RETURN_NOTHING = 26, struct.pack("=HBBI", 0x06, 0, 0, 0)
 """Option of a socket, and a program of one instruction that keeps no byte of any packet (packet(7), `BPF_RET`)."""
@@ -64,8 +66,8 @@ def make_gloo(store: Store, group: GroupInfo, timeout: timedelta) -> ProcessGrou
     forwarders: list[Forwarder] = []
     own_address = ""
     if group.encryption is not None and group.num_nodes > 1:
-        own_address, device = _listen_on_loopback()
-        devices, forwarders = [device], _open_door_and_gates(store, group, own_address, timeout)
+        own_address, device, forwarders = _open_door_and_gates(store, group, timeout)
+        devices = [device]
     elif is_relayed(address):
         devices = _open_relayed_devices(address)
     elif _stays_on_loopback(group):
@@ -133,38 +135,51 @@ def _stays_on_loopback(group: GroupInfo) -> bool:
     return on_loopback or (group.encryption is not None and group.num_nodes == 1)
 
 
-def _open_door_and_gates(store: Store, group: GroupInfo, address: str, timeout: timedelta) -> "list[Forwarder]":
-    """Return the door to Gloo's listener at an address of loopback, and the gates of this rank.
+def _open_door_and_gates(store: Store, group: GroupInfo, timeout: timedelta) -> "tuple[str, Any, list[Forwarder]]":
+    """Return the address of loopback of Gloo's listener, the listener, its door, and the gates of this rank.
 
     The first rank of each node has the gates of the node, which lead to all listeners elsewhere under their own names.
+    A program that listens at all addresses of a node may have the port of one; then all ranks listen anew.
+
+    Raises:
+        LaunchError: It is so again and again.
     """
     from ringweave.comm.transport import tunnel  # with asyncio, which a plain run does without
 
     assert group.encryption is not None, "the run is encrypted"
     ways = tunnel.tunnel_of(group.encryption)
-    (port,) = relayed_address.find_listeners(address)
     fingerprints = frozenset(member.fingerprint for member in group.ranks)
-    listener = tunnel.listen_at(group.own_info.location.address, ports_of_environ(os.environ))
-    door = ways.open_door(listener, (address, port), fingerprints.__contains__)
-    keys = [f"door/{rank}" for rank in range(group.group_size)]
-    store.set(keys[group.group_rank], json.dumps([address, port, door.port]))
-    store.wait(keys, timeout)
-    node = group.own_info.location.node
-    gates: list[Forwarder] = []
-    first = next(rank for rank, member in enumerate(group.ranks) if member.location.node == node)
-    if group.group_rank == first:
-        for member, value in zip(group.ranks, store.multi_get(keys), strict=True):
-            if member.location.node != node:
-                gates += _open_gate(ways, member, *_parse_door(value, member.global_rank))
-        store.set(f"gates/{first}", "open")
-    store.wait([f"gates/{first}"], timeout)
-    return [door, *gates]
+    nodes = [member.location.node for member in group.ranks]
+    own_node, first_ranks = nodes[group.group_rank], sorted({nodes.index(node) for node in nodes})
+    address, port = "", 0
+    for attempt in range(relayed_address.MAX_ATTEMPTS):
+        address, device = _listen_on_loopback()
+        (port,) = relayed_address.find_listeners(address)
+        listener = tunnel.listen_at(group.own_info.location.address, ports_of_environ(os.environ))
+        door = ways.open_door(listener, (address, port), fingerprints.__contains__)
+        doors, gated = ([f"{word}/{attempt}/{rank}" for rank in range(group.group_size)] for word in ("door", "gates"))
+        store.set(doors[group.group_rank], json.dumps([address, port, door.port]))
+        store.wait(doors, timeout)
+        gates: list[Forwarder | None] = []
+        if group.group_rank in first_ranks:
+            for member, value in zip(group.ranks, store.multi_get(doors), strict=True):
+                if member.location.node != own_node:
+                    gates += _open_gate(ways, member, *_parse_door(value, member.global_rank))
+            store.set(gated[group.group_rank], _TAKEN if None in gates else "open")
+        said = [gated[rank] for rank in first_ranks]
+        store.wait(said, timeout)
+        opened = [door, *(gate for gate in gates if gate is not None)]
+        if _TAKEN.encode() not in store.multi_get(said):
+            return address, device, opened
+        _close_all(opened)
+    raise relayed_address.taken_error(address, port)
 
 
-def _open_gate(ways: "Tunnel", member: RankInfo, address: str, port: int, door_port: int) -> "list[Forwarder]":
-    """Return the gate to a rank of another node; none if Gloo's own listener, or another gate, is at its address.
+def _open_gate(ways: "Tunnel", member: RankInfo, address: str, port: int, door_port: int) -> "list[Forwarder | None]":
+    """Return the gate to a rank of another node; [None] if another program has its port at all addresses.
 
-    That is so where two nodes of the run are on one machine.
+    None is needed where Gloo's own listener, or another gate, is at its address: two nodes of the run are on one
+    machine.
     """
     from ringweave.comm.transport import tunnel
 
@@ -173,7 +188,7 @@ def _open_gate(ways: "Tunnel", member: RankInfo, address: str, port: int, door_p
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        return []
+        return [] if port in relayed_address.find_listeners(address) else [None]
     return [ways.open_gate(listener, (member.location.address, door_port), lambda found: found == member.fingerprint)]
 
 

@@ -54,7 +54,7 @@ def test_a_watch_from_before_what_is_remembered_expires(cluster: FakeCluster, ku
 
 def test_a_silent_watch_gets_bookmarks_that_it_can_go_on_from(cluster: FakeCluster, kubeconfig: Path) -> None:
     now = run(kubeconfig, lambda client: client.request("GET", api_client.CONFIG_MAPS.path("default")))
-    params = {"resourceVersion": now["metadata"]["resourceVersion"], "timeoutSeconds": "10"}
+    params = {"resourceVersion": now["metadata"]["resourceVersion"], "timeoutSeconds": "2"}
     events = run(kubeconfig, lambda client: watched(client, allowWatchBookmarks="true", **params))
     assert {event["type"] for event in events} == {"BOOKMARK"}
     version = events[-1]["object"]["metadata"]["resourceVersion"]

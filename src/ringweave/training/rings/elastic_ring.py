@@ -118,9 +118,12 @@ class SessionExchange:
     def client(self) -> RingClient:
         with self._lock:
             if self._client is None:
-                generation_id = lambda: self._session().membership.generation_id  # noqa: E731 - each generation has another
                 self._client = RingClient(
-                    self.assigned.connectors, self.cursor.ring, generation_id=generation_id, is_monitored=True
+                    self.assigned.connectors,
+                    self.cursor.ring,
+                    generation_id=lambda: self._session().membership.generation_id,
+                    least_incarnations=lambda: self._session().membership.least_incarnations,
+                    is_monitored=True,
                 )
             return self._client
 
