@@ -452,7 +452,6 @@ def _prepare_sites(
     site_reports, num_samples = [reports[rank] for rank in exchange.site], rounds.split.site_batch_samples
     balancer = _make_balancer(site_reports, modes.LOCAL, timer, site_control, recorder, batch_samples=num_samples)
     weights = SampleWeights(num_ranks=len(exchange.site), is_mean=script.is_mean)
-    recorder.sites_formed(exchange.sites, rounds.split.inner_steps)
     reducer = GradientReducer(process_group=exchange.site_group, timer=timer, wire=script.wire)
     parallel = gradients.wrap_ddp(script.model, weights, reducer, script.ddp)
     timing.attach_timer(timer, parallel, script.optimizer)
@@ -460,7 +459,10 @@ def _prepare_sites(
     memory_guard.guard_memory(script, parallel, weights, environment, meter, balancer.set_memory)
     weight = BatchWeight(script.weight, site_control) if callable(script.weight) else script.sample_weights
     outer = OuterOptimizer(parallel.module, script.local, rounds.split.fragments)
-    _scale_inner_rates(script, lambda is_invariant: rounds.split.inner_lr_factor(is_scale_invariant=is_invariant))
+    factor = _scale_inner_rates(
+        script, lambda is_invariant: rounds.split.inner_lr_factor(is_scale_invariant=is_invariant)
+    )
+    recorder.sites_formed(exchange.sites, rounds.split.inner_steps, factor())
     membership = SiteMembership(control, balancer, timer, recorder.epoch_accounted, outer, rounds=rounds)
     source = SiteSource(script.loader, script.spec, reports[0]["seed"], membership)
     return parallel, script.optimizer, SharedLoader(script.loader, source, weights, timer, weight)
@@ -478,13 +480,18 @@ def _scale_elastic_rates(script: Script, mode: str, assigned: AssignedMember | N
     _scale_inner_rates(script, factor)
 
 
-def _scale_inner_rates(script: Script, derive: Callable[[bool], float]) -> None:
-    """Scale the learning rates of a site's steps, whose batches are smaller than the script's.
+def _scale_inner_rates(script: Script, derive: Callable[[bool], float]) -> Callable[[], float]:
+    """Scale the learning rates of a site's steps, whose batches are smaller than the script's; return the factor.
 
     `derive` returns the factor for an optimizer whose steps do not depend on the size of gradients, or do.
     """
     given, is_invariant = script.local.inner_lr_factor, outer_optimizer.is_scale_invariant(script.optimizer)
-    outer_optimizer.scale_learning_rates(script.optimizer, lambda: derive(is_invariant) if given is None else given)
+
+    def factor() -> float:
+        return derive(is_invariant) if given is None else given
+
+    outer_optimizer.scale_learning_rates(script.optimizer, factor)
+    return factor
 
 
 def _make_balancer(
