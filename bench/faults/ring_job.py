@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ringweave
 from ringweave import environment
 from ringweave.training import Asynchronous, Local
+from ringweave.training.rings.ring_progress import RingCursor
 
 
 def parse() -> argparse.Namespace:
@@ -49,7 +50,16 @@ def main() -> None:
     model, optimizer, loader = ringweave.prepare(model, optimizer, loader, asynchronous=asynchronous, local=local)
     options.checks.mkdir(parents=True, exist_ok=True)
     member = os.environ[environment.MEMBER]
+    latest: int | None = None
     with (options.checks / f"{member}.txt").open("a", encoding="ascii") as file:
+
+        def write_push(place: RingCursor, epoch: int, num_pushed: int) -> None:
+            digest = xxhash.xxh3_64()
+            for each in bare.parameters():
+                digest.update(each.detach().numpy().data)
+            file.write(f"{time.monotonic():.6f} {place.ring} {num_pushed} {epoch} {digest.hexdigest()}\n")
+            file.flush()
+
         for epoch in loader.epochs(options.epochs):
             for x, y in loader:
                 optimizer.zero_grad()
@@ -59,14 +69,11 @@ def main() -> None:
                 progress = loader.source.membership.progress
                 if options.inner_steps and progress.samples.num_batches:
                     continue  # no push is due
-                place = progress.cursor
-                digest = xxhash.xxh3_64()
-                for each in bare.parameters():
-                    digest.update(each.detach().numpy().data)
-                num_pushed = place.num_pushed + (place.pending is not None)
-                done = f"{time.monotonic():.6f} {place.ring} {num_pushed} {epoch} {digest.hexdigest()}"
-                file.write(f"{done}\n")
-                file.flush()
+                latest = progress.cursor.num_pushed + (progress.cursor.pending is not None)
+                write_push(progress.cursor, epoch, latest)
+            place = loader.source.membership.progress.cursor
+            if latest is not None and place.num_pushed > latest:  # the rest, which is pushed before rings meet
+                write_push(place, epoch, latest := place.num_pushed)
             account = loader.account
             if account is not None:
                 counts = [each.num_samples for each in (account.expected, account.total, account.lost)]

@@ -181,6 +181,17 @@ def test_rounds_are_as_long_as_the_exchange_of_a_fragment_needs() -> None:
     assert split.fitted(1.0, 2.9, 0.0, 0.9, min_change=0.3) is split, "20 is too near to 16"
 
 
+def test_learning_rates_make_up_for_smaller_batches_and_for_more_steps_of_fast_sites() -> None:
+    def factors(*speeds: float) -> tuple[float, float]:
+        split = RoundSplit(batch_samples=64, inner_steps=4, speeds=speeds)
+        return split.inner_lr_factor(is_scale_invariant=True), split.inner_lr_factor(is_scale_invariant=False)
+
+    assert factors(3.0, 3.0) == pytest.approx((2**0.5, 1.0))
+    assert factors(*[1.0] * 8) == pytest.approx((8**0.5, 1.0))
+    assert factors(7.0, 1.0) == pytest.approx((2**0.5 / 1.5625, 1 / 1.5625)), "7/8 of 14 steps, and 1/8 of 2: 12.5"
+    assert factors(2.0) == (1.0, 1.0)
+
+
 def test_fragments_are_neighbours_of_about_equal_size() -> None:
     assert sites.divide_into_fragments([1, 1, 1, 1], 2) == ((0, 1), (2, 3))
     assert sites.divide_into_fragments([6, 1, 1, 1], 2) == ((0,), (1, 2, 3))

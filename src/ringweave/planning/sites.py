@@ -177,6 +177,23 @@ class RoundSplit:
         """Most samples of an inner step: a train step's, divided by the number of sites."""
         return -(-self.batch_samples // len(self.speeds))
 
+    def inner_lr_factor(self, *, is_scale_invariant: bool) -> float:
+        """Return the factor of learning rates with which the mean of the sites moves as far as one process would.
+
+        The gradient of a site's batch has the square root of the number of sites times the noise of the whole batch's.
+        An optimizer that divides by the size of gradients, as Adam does, moves that much less along their mean, and its
+        noise is smaller by the mean of the sites: a learning rate higher by that root makes up for both. And a site
+        that takes more inner steps has moved further before it counts more in the mean.
+
+        Args:
+            is_scale_invariant: The optimizer's step is the same for gradients of another size.
+
+        Source: the square-root rule of Malladi et al. (arXiv 2205.10287); measured in docs/notebook/2026-11.md.
+        """
+        total, num_sites = math.fsum(self.speeds), len(self.speeds)
+        excess = num_sites * math.fsum((speed / total) ** 2 for speed in self.speeds)
+        return (math.sqrt(num_sites) if is_scale_invariant else 1.0) / excess
+
     def samples_of_sites(self, num_samples: int) -> tuple[int, ...]:
         """Return each site's samples of a round of so many samples."""
         speeds = [Speed(s_per_sample=1 / speed) for speed in self.speeds]
