@@ -44,8 +44,7 @@ def main() -> int:
     parser.add_argument(
         "--systems", default="ringweave,torchrun", help="also torchft, see docs/how-to/inject-faults.md"
     )
-    parser.add_argument("--s-per-sample", type=float, default=0.003, help="that workers sleep")
-    parser.set_defaults(width=96, until_s=UNTIL_S)
+    parser.set_defaults(width=96, until_s=UNTIL_S, s_per_sample=0.003)
     options = parser.parse_args()
     happens = lab_jobs.parse(SCRIPT, options)
     ends = {system: goodput.measure(options, happens, system) for system in options.systems.split(",")}

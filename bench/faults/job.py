@@ -69,6 +69,13 @@ def make(width: int) -> nn.Module:
     return nn.Sequential(*inner, nn.Linear(width, 10))
 
 
+@torch.no_grad()
+def mean_loss(model: nn.Module, *, held_out: bool = True) -> float:
+    """Return the loss on one part of the samples."""
+    images, labels = read(held_out=held_out)
+    return functional.cross_entropy(model(images), labels).item()
+
+
 class Checks:
     """Writes each process's samples and parameter checksums of each train step, to compare processes later."""
 
@@ -110,9 +117,7 @@ class Checks:
             return
         found = {"train_step": train_step}
         for name, is_held_out in (("held_out_loss", True), ("training_loss", False)):
-            images, labels = read(held_out=is_held_out)
-            with torch.no_grad():
-                found[name] = functional.cross_entropy(self._model(images), labels).item()
+            found[name] = mean_loss(self._model, held_out=is_held_out)
         (self._folder / "end.json").write_text(json.dumps(found), encoding="ascii")
 
 

@@ -35,6 +35,8 @@ from ringweave_bench.chaos.member_impacts import FaultImpact
 
 DIGITS = 16
 """Length of a checksum."""
+BATCH = 256
+"""Batch size of job.py."""
 STEPS_AN_EPOCH = 6
 """Train steps of job.py per pass over the data."""
 NUM_SUMS = 3
@@ -193,6 +195,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--width", type=int, default=384, help="of the model's layers; its square sets the bytes")
     made.add_argument("--mode", default="sync", choices=["sync", "balanced"], help="how the job's workers train")
     made.add_argument("--spares", type=int, default=0, help="spares of an elastic job, see ringweave run --spares")
+    made.add_argument("--s-per-sample", type=float, default=0.0, help="that workers sleep, as if a device computed it")
     made.add_argument("--log", action="store_true", help="workers log by an allreduce of their own in every step")
     made.add_argument("--again", action="store_true", help="run nothing: judge anew what --keep has kept")
     made.add_argument("--keep", type=Path, help="folder for events and logs; default: a temporary one, which is left")
@@ -235,6 +238,7 @@ def run(  # noqa: PLR0913 - one for each thing that a bench may want otherwise
     script += ["--fresh"] if elastic else []
     script += ["--log"] if options.log else []
     script += ["--steps", str(steps)] if steps else []
+    script += ["--s-per-sample", str(options.s_per_sample)] if options.s_per_sample else []
     script += more
     plan = ChaosPlan(
         system=system,

@@ -140,6 +140,7 @@ def lost_pushes(steps: Mapping[str, Sequence[Done]]) -> int:
 def script(options: argparse.Namespace, checks: Path) -> list[str]:
     """Return the path of the job's script, and its arguments."""
     asked = ["--rings", str(options.rings), "--width", str(options.width), "--pause-s", str(options.pause_s)]
+    asked += ["--inner-steps", str(getattr(options, "inner_steps", 0)), "--epochs", str(options.epochs)]
     return [str(JOB), "--checks", str(checks), *asked, "--repeat", str(options.repeat)]
 
 
@@ -147,14 +148,20 @@ class Run:
     """The job, in its own lab or on this machine as it is, and its present members."""
 
     def __init__(
-        self, options: argparse.Namespace, folder: Path, *, flags: Sequence[str] = (), cluster: Cluster | None = None
+        self,
+        options: argparse.Namespace,
+        folder: Path,
+        *,
+        mode: str = "ps-hra",
+        flags: Sequence[str] = (),
+        cluster: Cluster | None = None,
     ) -> None:
         """`flags` are further ones of `ringweave run`; `cluster` is that of the lab; None: equal nodes."""
         self._folder = folder
         self.checks = folder / "checks"
         self.lab = lab.up(cluster or lab_jobs.cluster(options), f"rings-{os.getpid()}") if options.lab else None
         where = ["lab", "run", "--lab", self.lab.name] if self.lab else ["run", "--workers", str(options.workers)]
-        command = [sys.executable, "-m", "ringweave", *where, "--elastic", f"1:{options.workers}", "--mode", "ps-hra"]
+        command = [sys.executable, "-m", "ringweave", *where, "--elastic", f"1:{options.workers}", "--mode", mode]
         command += [*flags, "--run-dir", str(self.run_dir), *script(options, self.checks)]
         self._log = (folder / "run.log").open("w")
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
@@ -213,12 +220,12 @@ class Run:
         return (self._folder / "run.log").read_text(encoding="utf-8")
 
 
-def wait_whole(run: Run, options: argparse.Namespace, limit_s: float = 120.0) -> None:
-    """Wait until all slots have a worker that trains."""
+def wait_whole(run: Run, options: argparse.Namespace, limit_s: float = 120.0, num_lines: int = 12) -> None:
+    """Wait until all slots have a worker that trains: one that has written more than so many lines."""
     deadline_s = time.monotonic() + limit_s
     while time.monotonic() < deadline_s and not run.is_over:
         members = [member for each in run.members().values() for member in each]
-        if len(members) == options.workers and all(run.num_steps(member) > 12 for member in members):
+        if len(members) == options.workers and all(run.num_steps(member) > num_lines for member in members):
             return
         time.sleep(0.1)
     raise SystemExit(f"the job was not whole within {limit_s:g} s: {run.members()}\n{run.end()[-3000:]}")
@@ -309,9 +316,18 @@ def missed(said: Mapping[str, Any]) -> list[str]:
 
 
 def parse(
-    description: str | None, *, kills: int, workers: int = 8, repeat: int = 50, option: str = "--kills"
+    description: str | None,
+    *,
+    kills: int,
+    workers: int = 8,
+    repeat: int = 50,
+    option: str = "--kills",
+    sites: bool = False,
 ) -> argparse.Namespace:
-    """Parse the options of a bench of rings; the arguments are defaults (`repeat`: rounds of the data in a pass)."""
+    """Parse the options of a bench of rings, or of sites; other arguments are defaults.
+
+    `repeat`: rounds of the data in a pass.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=workers)
     parser.add_argument(
@@ -329,6 +345,10 @@ def parse(
     parser.add_argument(
         "--repeat", type=int, default=repeat, help="times the data in an epoch: all rings meet at its end"
     )
+    parser.add_argument("--epochs", type=int, default=4 if sites else 1_000_000)
+    if sites:
+        parser.add_argument("--lost-sites", type=int, default=1, help="times that all workers of a site are killed")
+        parser.add_argument("--inner-steps", type=int, default=8, help="train steps of an outer step")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     if asked.kills < 1:

@@ -38,8 +38,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ringweave.planning import loss_table
+from ringweave.planning.sites import RoundSplit
 from ringweave.schedules import wire_formats
-from ringweave.training import Local
+from ringweave.training import Local, outer_optimizer
 from ringweave.training.outer_optimizer import OuterGradient, OuterOptimizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -134,6 +135,10 @@ class SitesInOneProcess:
         made = [task.make(options, seed) for _ in range(method.num_sites)]
         self.models, self._optimizers = zip(*made, strict=True)
         fragments = min(settings.fragments, settings.inner_steps or 1)
+        equal = RoundSplit(batch_samples=task.batch, inner_steps=1, speeds=(1.0,) * method.num_sites)
+        for each in self._optimizers:
+            derived = equal.inner_lr_factor(is_scale_invariant=outer_optimizer.is_scale_invariant(each))
+            outer_optimizer.scale_learning_rates(each, functools.partial(float, settings.inner_lr_factor or derived))
         self._outer = [OuterOptimizer(model, settings, fragments) for model in self.models]
         for each in self._outer:
             each.take_parameters_once()

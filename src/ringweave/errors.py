@@ -106,6 +106,9 @@ class PeerError(CommunicationError):
 class DisagreementError(CommunicationError):
     """Ranks of one group do not run the same schedule or collective, or a message is not what was agreed."""
 
+    culprits: tuple[int, ...] = ()
+    """Group ranks that differ from the majority of their group; empty if there is none, or if they are not known."""
+
 
 class RpcError(RingweaveError):
     """An RPC connection could not do what was requested."""

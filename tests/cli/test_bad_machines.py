@@ -9,10 +9,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ringweave.cli import main
 from ringweave.cli.main import VERBS
+from ringweave.platforms.hosts import run_entry
+from ringweave.platforms.hosts.host_list import HostSpec
+from ringweave.platforms.hosts.run_entry import HostsOptions, KnownRun
+from tests.page import synthetic
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
 CLUSTER, SMALL_CLUSTER = CLUSTERS / "two-racks.yaml", CLUSTERS / "unequal-nics.yaml"
@@ -37,6 +43,13 @@ COMMANDS: list[list[str]] = [
     *(["ui", "nothing"], ["ui", "run", "--host", ELSEWHERE]),
     *(["server"], ["operator", "--no-desk"], ["doctor"], ["doctor", "--listening", "run"]),
 ]
+KNOWN = KnownRun(
+    run_id="whole-1",
+    name="whole",
+    hosts=(HostSpec(node="a", destination="nobody@203.0.113.1", workers=1),),
+    options=HostsOptions(),
+    run_dir="",
+)
 WALK = """
 import json, os, resource, sqlite3, sys
 from ringweave.cli import main
@@ -72,6 +85,9 @@ elif condition == "no registry at all":
         file.write(b"not a database, and longer than a header of SQLite is, which has a hundred bytes" * 40)
 elif condition == "full output":
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+elif condition == "closed output":
+    os.close(1)
+    sys.stdout = None
 elif condition == "broken pipe":
     reader, writer = os.pipe()
     os.close(reader)
@@ -96,7 +112,15 @@ main._is_output_written()
 @pytest.mark.parametrize(
     "condition",
     [
-        *("full disk", "full output", "broken pipe", "read-only folder", "few descriptors", "no descriptors"),
+        *(
+            "full disk",
+            "full output",
+            "broken pipe",
+            "closed output",
+            "read-only folder",
+            "few descriptors",
+            "no descriptors",
+        ),
         *("locked registry", "damaged registry", "no registry at all"),
     ],
 )
@@ -127,3 +151,72 @@ def test_no_verb_shows_a_traceback(tmp_path: Path, condition: str) -> None:
     assert "Exception ignored" not in text, text
     for command in COMMANDS:
         assert any(f"<{' '.join(command)}: {code}>" in text for code in (0, 1, 2, 75)), (command, text)
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """`ask("jobs")`, in an empty home folder with a finished run `good`: exit code, standard output and error."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("PATH", str(tmp_path))  # there is no ssh
+    monkeypatch.chdir(tmp_path)
+    synthetic.write_run(tmp_path / "good", 2, 60, outcome="done", per_node=1)
+    (tmp_path / "runs").mkdir()
+
+    def call(*words: str) -> tuple[int, str, str]:
+        code = main.run_command_line(list(words))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_a_file_of_a_run_on_hosts_that_cannot_be_read_hides_no_other_run(ask) -> None:
+    started, folder = run_entry.known_runs_folder(), run_entry.hosts_state_folder() / "text-1"
+    for path in (started, folder):
+        path.mkdir(parents=True)
+    (started / "empty.json").touch()  # by an earlier ringweave, on a full disk
+    (folder / "host.json").write_text("{}")
+    (folder / "entry.json").write_bytes(b"\xff\xfe")
+    run_entry.save_known_run(KNOWN)
+    assert [each.name for each in run_entry.list_known_runs()] == ["whole"]
+    assert (started / "whole.json").stat().st_mode & 0o777 == 0o600
+    assert ask("status", "good")[0] == 0
+    code, out, err = ask("jobs", "--on", "hosts", "-o", "wide")
+    assert (code, err) == (0, "")
+    for name, file in (("empty", started / "empty.json"), ("text-1", folder / "entry.json")):
+        assert f"its file cannot be read: {file}" in next(line for line in out.splitlines() if line.startswith(name))
+        refused = ask("status", name, "--on", "hosts")
+        assert refused[0] == 2
+        assert f"run: '{name}', expected one whose file can be read. Use the ringweave that wrote it" in refused[2]
+    assert "expected one whose file can be read" in ask("attach", "empty")[2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"cluster": value} for value in (None, 7, {}, {"nodes": None}, {"nodes": [{}]}, {"nodes": [{"name": 1}]})),
+        *(
+            {"cluster": {"nodes": [{"name": "n0", "workers": value}]}}
+            for value in (None, -1, "x", [None], [[]], 10**30)
+        ),
+        *({"world_size": value} for value in (None, "2", -1, 1.5)),
+        *({key: 7} for key in ("outcome", "mode", "cause")),
+        *({"wall_s": value} for value in ("x", [1], 1e300, -1.0)),
+        {"attempt": {}},
+    ],
+    ids=str,
+)
+def test_a_run_json_that_is_none_of_ours_is_refused_in_a_line(ask, tmp_path: Path, change: dict[str, Any]) -> None:
+    shutil.copytree(tmp_path / "good", tmp_path / "bad")
+    record = json.loads((tmp_path / "bad" / "run.json").read_text())
+    (tmp_path / "bad" / "run.json").write_text(json.dumps(record | change))
+    for words in (["status"], ["why"], ["logs"], ["events"], ["ui"], ["report", "--html", "x"], ["export"]):
+        code, _, err = ask(*words, "bad")
+        assert code == 2, words
+        assert "expected the record of a run. Name the folder of a run of this ringweave" in err, words
+    for name in ("good", "bad"):
+        shutil.move(tmp_path / name, tmp_path / "runs" / name)
+    code, out, err = ask("jobs", "--on", "runs", "-o", "wide")
+    assert (code, err) == (0, "")
+    assert [line.split()[:2] for line in out.splitlines()[1:]] == [["bad", "Failed"], ["good", "Succeeded"]]
+    assert "expected the record of a run" in out

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringweave.errors import DisagreementError
+
 
 def _say(words: list[int]) -> list[list[int]]:
     group: Any = dist.group.WORLD
@@ -48,6 +50,10 @@ def ask_late_for_the_future() -> list[float]:
     return [float(each.wait()[0].mean()) for each in (future, late.get_future())]
 
 
-def exchange_different_widths() -> None:
-    """Rank 1 says more than the others."""
-    _say([0] * (3 if dist.get_rank() == 1 else 2))
+def exchange_different_widths(odd: int) -> tuple[str, tuple[int, ...]]:
+    """One rank says more than the others; what each raises, and the group ranks that it blames."""
+    try:
+        _say([0] * (3 if dist.get_rank() == odd else 2))
+    except DisagreementError as error:
+        return str(error), error.culprits
+    return "", ()

@@ -3,6 +3,7 @@
 import re
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
 from ringweave.comm.native_backend import transfer_failure
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.comm.work import JoinedWork, PendingWork
+from ringweave.errors import CommunicationError, DisagreementError
 from ringweave.testing.ranks import Ranks
+from ringweave.training.elastic import member_details
 from tests.comm import barrier_functions
 
 NUM_RANKS = 3
@@ -176,3 +179,39 @@ def test_a_native_failure_is_one_of_time_if_torch_says_so_before_its_stack(text:
     failure = transfer_failure(RuntimeError(text))
     assert failure.hung == is_hung
     assert str(failure) == text.partition("\n")[0]
+
+
+WIDE, NARROW = "exchange #7 (3 x torch.int64)", "exchange #7 (2 x torch.int64)"
+
+
+@pytest.mark.parametrize(
+    ("operations", "culprits"),
+    [
+        ({0: WIDE, 1: NARROW, 2: NARROW}, (0,)),
+        ({0: NARROW, 1: NARROW, 2: WIDE}, (2,)),
+        ({0: WIDE, 1: NARROW}, None),
+        ({0: WIDE, 1: NARROW, 2: "exchange #6 (2 x torch.int64)"}, None),
+        ({0: WIDE, 1: WIDE, 2: NARROW}, (2,)),
+        ({0: "allreduce #7 (2 x torch.int64)", 1: NARROW, 2: NARROW}, None),
+    ],
+)
+def test_of_an_exchange_the_rows_of_most_are_right(
+    operations: dict[int, str], culprits: tuple[int, ...] | None
+) -> None:
+    reports = {
+        rank: CollectiveFailureReport(operation=operation, suspect=None, disagreement="rank 1 runs something else")
+        for rank, operation in operations.items()
+    }
+    error = registry_with(reports, own=1).find_odd_rows(operations[1])
+    assert (error.culprits if error else None) == culprits
+    diagnosed = registry_with(reports, own=1).diagnose(CLOSED, operations[1])
+    assert isinstance(diagnosed, DisagreementError)
+    assert diagnosed.culprits == (culprits or ())
+    text = "sent a row of" if culprits else "rank 1 runs something else [found by rank 0 (node n0)]"
+    assert text in str(diagnosed)
+    membership: Any = SimpleNamespace(members=("0.0", "1.0", "2.0"))
+    repeated = CommunicationError("failed before")
+    repeated.__cause__ = diagnosed
+    diagnosed.__cause__ = CLOSED
+    expected = [f"{rank}.0" for rank in culprits or (0,)]
+    assert member_details.suspected_members(repeated, membership) == expected

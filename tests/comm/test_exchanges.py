@@ -34,7 +34,20 @@ def test_a_future_that_is_asked_for_when_all_is_over_has_the_result() -> None:
 
 
 def test_another_width_is_a_disagreement() -> None:
-    with Ranks(exchange_functions.exchange_different_widths, 2, timeout_s=200, nodes=["a0", "a1"]) as ranks:
+    with Ranks(exchange_functions.exchange_different_widths, 2, 1, timeout_s=200, nodes=["a0", "a1"]) as ranks:
         (outcome,) = ranks.outcomes([0], timeout_s=SOON_S)
-    assert "DisagreementError: exchange #1" in outcome.error
-    assert "rank 1 (node a1) runs something else: a message of 24 bytes in collective #1 came" in outcome.error
+    error, culprits = outcome.value
+    assert error.startswith("exchange #1")
+    assert "rank 1 (node a1) runs something else: a message of 24 bytes in collective #1 came" in error
+    assert culprits == (), "of two ranks any may be the wrong one"
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_the_rank_whose_row_is_of_another_size_than_most_is_named_by_all_wherever_it_is_in_the_tree(odd: int) -> None:
+    nodes = ["a0", "a1", "a2", "a3"]
+    with Ranks(exchange_functions.exchange_different_widths, 4, odd, timeout_s=200, nodes=nodes) as ranks:
+        found = ranks.values(timeout_s=SOON_S)
+    text = (
+        f"exchange #1: rank {odd} (node a{odd}) sent a row of 3 x torch.int64, expected 2 x torch.int64, as of 3 ranks."
+    )
+    assert [(error.startswith(text), culprits) for error, culprits in found] == [(True, (odd,))] * 4

@@ -54,6 +54,7 @@ def test_an_unchanged_script_trains_in_sites(tmp_path: Path) -> None:
     events = list(read_events(tmp_path / "run" / "events.jsonl"))
     (formed,) = [event for event in events if event["kind"] == "sites_formed"]
     assert formed["sites"] == [[0, 1], [2, 3]]
+    assert formed["inner_lr_factor"] == 1, "SGD"
     assert json.loads((tmp_path / "run" / "run.json").read_text())["training"]["mode"] == "local"
     steps = [event for event in events if event["kind"] == "outer_step"]
     assert steps[-1]["train_steps"] == 160

@@ -1,5 +1,6 @@
 """The live page of runs on hosts: everything that workers measure comes while the run goes on."""
 
+import contextlib
 import json
 import random
 import re
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ringweave.launcher.node_context import free_port
@@ -38,6 +40,17 @@ def check_live(run: dict[str, Any], nodes: list[str]) -> None:
     assert [each["label"].partition(",")[0] for each in run["topology"]["tree"]["children"]] == nodes
 
 
+def kill_connections() -> int:
+    """Kill the processes by which pages reach hosts; return how many they were."""
+    programs = psutil.Process().children(recursive=True)
+    pages = [each for each in programs if {"ringweave", "ui"} <= set(each.cmdline())]
+    connections = [each for page in pages for each in page.children(recursive=True)]
+    for each in connections:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    return len(connections)
+
+
 def test_a_page_where_the_run_was_started_and_one_on_a_host(hosts: FakeHosts) -> None:
     folder, flag = hosts.write_script(training(str(hosts.root / "flag"))), hosts.root / "flag"
     command = hosts.start("run", "--hosts", "a,b", "--name", "mine", "--run-dir", "out", "train.py")
@@ -49,6 +62,7 @@ def test_a_page_where_the_run_was_started_and_one_on_a_host(hosts: FakeHosts) ->
     ):
         for pages in (here, there):
             check_live(next(pages), ["a", "b"])
+        assert kill_connections() >= 2, "of the page here to both hosts: it makes others"
         flag.touch()
         assert next(there)["head"]["state"] in ("Succeeded", "Removed")
         over, whole = here

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from ringweave.cli import main
-from tests import demands
+from tests import demands, polling
 from tests.ending import ended
 from tests.page import chromium, synthetic
 from tests.page.chromium import FOCUSED, open_page, wait_for
@@ -114,6 +115,36 @@ def test_a_port_that_is_taken(served: str, live_run: Path, capsys: pytest.Captur
     port = re.findall(r":(\d+)/", served)[0]
     assert main.run_command_line(["ui", "--port", port, str(live_run)]) == 1
     assert "expected a free address of this machine. Choose another --host or --port" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_page_ends_with_the_program_that_has_started_it(live_run: Path) -> None:
+    command = [sys.executable, "-m", "ringweave", "ui", str(live_run)]
+    starter = f"import subprocess; subprocess.run({command!r})"
+    reading, writing = os.pipe()
+    with ended(subprocess.Popen([sys.executable, "-c", starter], stdout=writing, text=True)) as process:
+        os.close(writing)
+        with os.fdopen(reading) as output:
+            page = int(re.findall(r"127.0.0.1:(\d+)/", output.readline())[0])
+            process.kill()
+        polling.wait_until(lambda: not is_listened_at(page), lambda: "the page goes on", 60.0)
+
+
+def is_listened_at(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize("words", [["ui"], ["report", "--html", "out.html"]])
+def test_a_run_of_another_format_is_refused_and_not_served_empty(
+    words: list[str], live_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(live_run)
+    started = {**next(synthetic.events(8, 1)), "format": 99}
+    (live_run / "events.jsonl").write_text(json.dumps(started) + "\n")
+    assert main.run_command_line([*words, str(live_run)]) == 2
+    assert "format of the events file: 99, expected " in capsys.readouterr().err
 
 
 @pytest.fixture

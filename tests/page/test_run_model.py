@@ -1,6 +1,8 @@
 """Sections of the page, from the events of a run."""
 
+import gc
 import json
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ringweave.cli import job_options, main
 from ringweave.errors import LaunchError, UnknownJobError
 from ringweave.jobs.states import JobState, NodeState
 from ringweave.page import run_model, run_source
@@ -16,6 +19,7 @@ from ringweave.page.run_model import RunModel, show_text
 from ringweave.page.run_source import RunSource
 from ringweave.platforms.api import AttemptView, JobView, LogLine, LogQuery, NodeView
 from ringweave.platforms.run_directory import RunDirectoryPlatform
+from ringweave.telemetry import EventTail
 from tests import polling
 from tests.page import synthetic
 
@@ -89,6 +93,17 @@ def test_collectives_in_a_wire_format_say_what_part_of_their_bytes_they_send() -
     found = sections_of(encoded)
     assert [row["wire_fraction"] for row in found["collectives"]] == [pytest.approx(0.252, abs=0.02)] * 2
     assert "Bytes saved" not in "".join(found["left_out"])
+
+
+@pytest.mark.parametrize("change", [{"collective": "reduce"}, {"collective": "alltoall"}, {"measured_s": 0.0}])
+def test_a_measurement_without_a_bound_is_shown_without_one(change: dict[str, Any]) -> None:
+    events = [
+        {**event, **change} if event["kind"] == "schedule_measured" and event["schedule"] == "ring" else event
+        for event in synthetic.events(2, 100, per_node=1)
+    ]
+    rows = {row["schedule"]: row for row in sections_of(events)["collectives"]}
+    assert rows["ring"]["fraction_of_bound"] is None
+    assert rows["multi-level"]["fraction_of_bound"] is not None
 
 
 def test_a_probed_network_is_the_tree_of_the_page() -> None:
@@ -236,6 +251,85 @@ def test_a_long_run_gives_a_small_page(tmp_path: Path) -> None:
     assert len(page) < 1_000_000
 
 
+def deaths(numbers: range) -> Iterator[dict[str, Any]]:
+    """Events of a job whose rank 1 dies in every second: each time there is another generation with another group."""
+    for number in numbers:
+        group, where = f"generation 1.{number}", {"time": synthetic.BEGIN_S + number, "rank": 1}
+        member = {"time": where["time"], "member": f"1.{number}", "term": 1, "part": ""}
+        yield {**where, "kind": "worker_exited", "node": "n0", "exit_code": None, "signal": "SIGKILL", "stopped": False}
+        yield {**member, "kind": "member_lost", "reason": "its connection to the coordinator broke"}
+        yield {**member, "kind": "generation_begun", "number": number, "members": ["0.0", f"1.{number}"]}
+        yield {**where, "kind": "worker_started", "node": "n0", "local_rank": 1, "pid": number}
+        yield {**where, "kind": "group_formed", "group": group, "node": "n0", "members": [0, 1], "nodes": ["n0", "n0"]}
+        plan = {"group": group, "version": 1, "rates": {"a0->r0": 1e6}, "bound_s_per_byte": 1e-7, "binding": "a0"}
+        yield {**where, "kind": "plan_made", **plan}
+        times = {"measured_s": {"ring": 0.1}, "predicted_s": {"ring": 0.1}, "trials": 3, "trials_s": 0.3}
+        tuned = {"group": group, "version": 1, "collective": "allreduce", "schedule": "ring", "bytes": 1000 + number}
+        yield {**where, "kind": "schedule_tuned", **tuned, **times}
+        for rank in (0, 1):
+            links = {str(1 - rank): {"sent_bytes": 1000, "busy_s": 0.5, "limited_s": 0.0}}
+            sums = {"node": "n0", "group": group, "collectives": 1, "wall_s": 0.9, "in_flight_s": 0.1, "links": links}
+            yield {**where, "kind": "traffic_measured", "rank": rank, **sums}
+            counted = {"ring": {"collectives": 2, "bytes": 2000, "messages": 4}}
+            yield {**where, "kind": "collectives", "rank": rank, "group": group, "by_schedule": counted}
+
+
+@pytest.mark.slow
+def test_20000_deaths_are_counted_and_take_no_more_memory_than_500() -> None:
+    model = RunModel()
+    for event in (next(synthetic.events(2, 1)), *deaths(range(500))):
+        model.add(event)
+    few = len(pickle.dumps(model))
+    for event in deaths(range(500, 20_000)):
+        model.add(event)
+    assert len(pickle.dumps(model)) < 1.1 * few < 250_000
+    found = model.sections(is_over=False)
+    line = found["timeline"]
+    assert (line["num_deaths"], line["num_generations"], line["num_lives"]) == (20_000, 20_000, 20_000)
+    newest = line["num_lives"] - 1
+    assert (len(line["lives"]), line["lives"][-1]["begin_s"]) == (201, synthetic.BEGIN_S + newest)
+    assert (len(found["events"]["rows"]), found["events"]["num"]) == (run_model.MAX_EVENTS, 1 + 7 * 20_000)
+    assert found["traffic"] == {"ring": {"collectives": 40_000, "bytes": 40_000_000, "messages": 160_000}}
+    assert len(found["peers"]) == run_model.MAX_COLLECTIVES
+    assert len(found["topology"]["links"]) == 1
+
+
+def test_earlier_rounds_of_a_job_are_read_no_more(tmp_path: Path) -> None:
+    def num_tails() -> int:
+        gc.collect()
+        return sum(isinstance(each, EventTail) for each in gc.get_objects())
+
+    kinds = ("run_started", "worker_started")
+    lines = "".join(f"{json.dumps(each)}\n" for each in synthetic.events(1, 100) if each["kind"] in kinds)
+    source, before = RunSource(OtherPlatform("local", str(tmp_path)), "job"), num_tails()
+    for number in range(1, 101):
+        folder = tmp_path / "n0" / str(number) / f"round-{number}"
+        folder.mkdir(parents=True)
+        (folder / "events.jsonl").write_text(lines)
+        source.poll()
+    assert num_tails() - before == 1
+    assert [each["number"] for each in source.sections()["timeline"]["attempts"]] == list(range(1, 101))
+    (tmp_path / "n0" / "1" / "round-1" / "events.jsonl").write_text(lines * 3)
+    source.poll()
+    assert source.sections()["counts"]["events"] == 200
+
+
+def test_a_disk_that_fails_for_a_while_is_told_and_outlived(tmp_path: Path) -> None:
+    folder = synthetic.write_run(tmp_path / "run", 2, 200, per_node=1)
+    events = (folder / "events.jsonl").read_text()
+    (folder / "events.jsonl").unlink()
+    (folder / "events.jsonl").mkdir()
+    source = RunSource(RunDirectoryPlatform("me"), str(folder))
+    assert not source.poll()
+    assert "Its events cannot be read at the moment: [Errno 21] Is a directory" in source.sections()["head"]["trouble"]
+    (folder / "events.jsonl").rmdir()
+    (folder / "events.jsonl").write_text(events)
+    source.poll()
+    source.poll()
+    found = source.sections()
+    assert (found["head"]["trouble"], found["progress"]["train_step"]) == (None, 200)
+
+
 def test_a_second_attempt_begins_anew_and_the_time_line_keeps_both(tmp_path: Path) -> None:
     folder = synthetic.write_run(tmp_path / "run", 2, 200, outcome="failed", per_node=1)
     with (folder / "events.jsonl").open("a") as file:
@@ -256,6 +350,7 @@ class OtherPlatform(RunDirectoryPlatform):
     def __init__(self, platform: str, files: str, state: JobState = JobState.RUNNING) -> None:
         super().__init__("me")
         self.event_lines: list[LogLine] = []
+        self.queries: list[LogQuery] = []
         self.num_failures = 0
         node = {"workers": 2, "capacity": 2, "state": NodeState.RUNNING, "retries": 0, "max_retries": 3}
         nodes = [
@@ -273,6 +368,7 @@ class OtherPlatform(RunDirectoryPlatform):
         return self.view
 
     def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
+        self.queries.append(which)
         if which.events != "only":
             for rank in range(4):
                 yield LogLine(node=f"n{rank // 2}", attempt=1, round=1, rank=rank, text=synthetic.HOSTILE)
@@ -345,6 +441,33 @@ def test_event_logs_on_other_machines_come_beside_the_output(platform: str) -> N
     assert [each["number"] for each in found["timeline"]["attempts"]] == [1, 2], "rounds"
     assert (found["progress"]["train_step"], found["counts"]["unread"]) == (200, 0)
     assert len(found["logs"]["sources"]) == 4
+
+
+@pytest.mark.parametrize("platform", ["hosts", "runs"])
+def test_why_reads_the_events_of_the_last_round_and_no_output(
+    platform: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def why() -> dict[str, Any]:
+        assert main.run_command_line(["why", "job", "-o", "json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    service = OtherPlatform(platform, str(tmp_path) if platform == "runs" else "")
+    service.event_lines = [*event_lines(), replace(event_lines()[0], text="{", round=2)]
+    for line in service.event_lines if platform == "runs" else ():
+        path = tmp_path / line.node / str(line.attempt) / f"round-{line.round}" / "events.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(line.text + "\n")
+    monkeypatch.setattr(job_options, "open_user_platform", lambda _: service)
+    found = why()
+    assert [(each["cause"], each["rank"]) for each in found["losses"]] == [("backward", 3)]
+    flaw = "truncated, or no JSON object with a kind"
+    assert found["notes"] == [f"1 record of the event log could not be read: {flaw} (1)."]
+    assert {query.events for query in service.queries} == ({"only"} if platform == "hosts" else set())
+    service.num_failures = 1
+    if platform == "hosts":
+        found = why()
+        assert (found["losses"], found["notes"]) == ([], ["Its losses are not known: no answer"])
 
 
 def follow(source: RunSource, holds: Callable[[dict[str, Any]], object]) -> dict[str, Any]:

@@ -15,18 +15,23 @@ def row(steps: int, *increases: float, sites: int = 2, wire: str = "int4") -> di
 
 
 def table(*rows: dict) -> LossTable:
-    return parse_loss_table({"local": {"fragments": 4, "outer_lr": 0.7, "outer_momentum": 0.5}, "rows": list(rows)})
+    settings = {"fragments": 4, "outer_lr": 0.7, "outer_momentum": 0.3, "inner_lr_factor": None}
+    return parse_loss_table({"local": settings, "rows": list(rows)})
 
 
 def test_the_packages_table_has_what_auto_may_take() -> None:
     found = load_loss_table()
     assert set(found.wires) == {"bf16", "int8", "int4"}
-    assert {(wire, steps) for _, wire, steps in found.local} == {
-        (wire, steps) for wire in ("exact", "int8", "int4", "int2") for steps in (1, 4, 16, 64, 256)
-    }
+    steps_by_wire = {wire: {steps for _, name, steps in found.local if name == wire} for _, wire, _ in found.local}
+    assert Local().wire in steps_by_wire
+    assert all(steps == {1, 4, 16, 64, 256} for steps in steps_by_wire.values())
     assert found.local_settings == {name: getattr(Local(), name) for name in loss_table.LOCAL_SETTINGS}
     for each in [*found.wires.values(), *found.local.values()]:
         assert -0.5 < each.lowest <= each.mean <= each.highest < 3
+
+
+def test_the_defaults_of_mode_local_stay_within_a_hundredth_up_to_64_inner_steps() -> None:
+    assert load_loss_table().max_inner_steps(2, Local().wire, 0.01) == 64
 
 
 def test_fewer_bits_of_a_gradient_cost_more() -> None:

@@ -1,5 +1,7 @@
 """Sites, rounds and their division: pure functions."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -34,6 +36,74 @@ def test_each_node_is_a_site_if_the_cluster_file_tells_none_apart() -> None:
 
 def test_a_node_behind_a_thin_nic_is_a_site() -> None:
     assert sites.find_sites([rank("a", 100.0), rank("b", 10.0), rank("c", 100.0)]) == ((0, 2), (1,))
+
+
+def rates_of(matrix: list[list[float]]) -> Callable[[str, str], float]:
+    return lambda a, b: min(matrix[int(a)][int(b)], matrix[int(b)][int(a)])
+
+
+def matrix_of(site_of: list[int], across: float, inside: float = 100.0) -> list[list[float]]:
+    return [[inside if a == b else across for b in site_of] for a in site_of]
+
+
+def names_of(matrix: list[list[float]]) -> list[str]:
+    return [str(index) for index in range(len(matrix))]
+
+
+@pytest.mark.parametrize(
+    ("matrix", "nodes"),
+    [
+        (matrix_of([0, 0, 0, 0, 1, 1, 1, 1], 1.0), (("0", "1", "2", "3"), ("4", "5", "6", "7"))),
+        (matrix_of([0, 1, 0, 1, 2, 2], 25.0), (("0", "2"), ("1", "3"), ("4", "5"))),
+        (matrix_of([0, 0, 1, 0], 10.0), (("0", "1", "3"), ("2",))),
+        (matrix_of([0, 0, 1, 1], 26.0), None),
+        (matrix_of([0, 0, 0], 1.0), None),
+        (matrix_of([0, 1, 2], 1.0), None),
+    ],
+    ids=["two sites", "three, interleaved", "one thin NIC", "a gap below 4", "all equal", "all thin"],
+)
+def test_nodes_are_grouped_by_measured_rates(
+    matrix: list[list[float]], nodes: tuple[tuple[str, ...], ...] | None
+) -> None:
+    found = sites.group_nodes_by_rate(names_of(matrix), rates_of(matrix))
+    assert (found and found.nodes) == nodes
+
+
+def test_the_widest_gap_makes_the_sites() -> None:
+    """Racks of 1000 in sites of 100, 5 between sites: gaps of 10 and of 20."""
+    matrix = [[1000.0 if a // 2 == b // 2 else 100.0 if a // 4 == b // 4 else 5.0 for b in range(8)] for a in range(8)]
+    found = sites.group_nodes_by_rate(names_of(matrix), rates_of(matrix))
+    assert found is not None
+    assert found.nodes == (("0", "1", "2", "3"), ("4", "5", "6", "7"))
+    assert (found.inside_bytes_per_s, found.across_bytes_per_s) == (100.0, 5.0)
+
+
+def test_a_chain_of_links_is_judged_by_its_slowest_pair() -> None:
+    """0 and 2 are joined by way of 1 alone, so they are not four times as near as 3."""
+    matrix = [[100.0, 100.0, 20.0, 10.0], [100.0, 100.0, 100.0, 10.0], [20.0, 100.0, 100.0, 10.0], [10.0] * 4]
+    assert sites.group_nodes_by_rate(names_of(matrix), rates_of(matrix)) is None
+
+
+def test_noise_of_measured_rates_moves_no_node() -> None:
+    noise = np.random.default_rng(0).uniform(0.8, 1.2, (8, 8))
+    matrix = (np.array(matrix_of([0, 0, 1, 1, 0, 0, 1, 1], 10.0)) * noise).tolist()
+    found = sites.group_nodes_by_rate(names_of(matrix), rates_of(matrix))
+    assert found is not None
+    assert found.nodes == (("0", "1", "4", "5"), ("2", "3", "6", "7"))
+
+
+def test_the_reason_names_sites_and_rates() -> None:
+    matrix = matrix_of([0, 0, 1, 1], 1.25e6, 125e6)
+    assert str(sites.group_nodes_by_rate(names_of(matrix), rates_of(matrix))) == (
+        "sites by measured links: 0 1 | 2 3; 1Gbit/s or more inside, 10Mbit/s or less across, 100 times"
+    )
+
+
+def test_measured_sites_count_without_a_cluster_file() -> None:
+    measured = {"measured_sites": [["a", "c"], ["b"]]}
+    assert sites.find_sites([rank("a") | measured, rank("b"), rank("c"), rank("b")]) == ((0, 2), (1, 3))
+    with_file = [rank("a", 100.0) | measured, rank("b", 100.0), rank("c", 100.0)]
+    assert sites.find_sites(with_file) == ((0,), (1,), (2,))
 
 
 def test_named_sites_have_each_rank_once() -> None:
@@ -109,6 +179,17 @@ def test_rounds_are_as_long_as_the_exchange_of_a_fragment_needs() -> None:
     assert split.fitted(1.0, 1e-9, 0.0, 0.9, 0.2).inner_steps == sites.MIN_INNER_STEPS
     assert split.fitted(1e-3, 60.0, 0.0, 0.9, 0.2).inner_steps == sites.MAX_INNER_STEPS
     assert split.fitted(1.0, 2.9, 0.0, 0.9, min_change=0.3) is split, "20 is too near to 16"
+
+
+def test_learning_rates_make_up_for_smaller_batches_and_for_more_steps_of_fast_sites() -> None:
+    def factors(*speeds: float) -> tuple[float, float]:
+        split = RoundSplit(batch_samples=64, inner_steps=4, speeds=speeds)
+        return split.inner_lr_factor(is_scale_invariant=True), split.inner_lr_factor(is_scale_invariant=False)
+
+    assert factors(3.0, 3.0) == pytest.approx((2**0.5, 1.0))
+    assert factors(*[1.0] * 8) == pytest.approx((8**0.5, 1.0))
+    assert factors(7.0, 1.0) == pytest.approx((2**0.5 / 1.5625, 1 / 1.5625)), "7/8 of 14 steps, and 1/8 of 2: 12.5"
+    assert factors(2.0) == (1.0, 1.0)
 
 
 def test_fragments_are_neighbours_of_about_equal_size() -> None:

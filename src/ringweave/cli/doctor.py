@@ -450,7 +450,11 @@ def find_ports(run_dir: Path) -> list[ListeningPort]:
         raise UsageError(explain("run", got=str(run_dir), expected="a folder with events.jsonl", do=do))
     events = telemetry.read_last_attempt(root / "events.jsonl")
     ranks = {each["pid"]: f"rank {each['rank']}" for each in events if each["kind"] == "worker_started"}
-    return [port for pid, name in _processes_of(root, ranks).items() for port in _ports_of(pid, name)]
+    ports: list[ListeningPort] = []
+    for pid, name in _processes_of(root, ranks).items():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            ports += _ports_of(pid, name)
+    return ports
 
 
 def _processes_of(root: Path, ranks: Mapping[int, str]) -> dict[int, str]:

@@ -8,13 +8,13 @@ from datetime import UTC, datetime
 
 import click
 
-from ringweave import telemetry, units
+from ringweave import units
 from ringweave.cli import job_options
 from ringweave.cli.echo import echo
 from ringweave.cli.job_options import format_log_line, wait_until_gone, watch_job
-from ringweave.errors import LaunchError, UsageError, explain, printable
+from ringweave.errors import UsageError, explain, printable
 from ringweave.platforms import api
-from ringweave.platforms.api import EventView, JobView, LogQuery, NodeView, Platform
+from ringweave.platforms.api import EventView, JobView, LogQuery, NodeView
 from ringweave.telemetry import verdict
 
 
@@ -219,31 +219,20 @@ def why(place: str, output: str, name: str) -> int:
     Losses are measured: the rank that others wait for, its cause, and a remedy. In scripts without ringweave.prepare
     the cause is less exact.
     """
-    platform = job_options.open_user_platform(place)
-    job, unread = platform.job(name), telemetry.UnreadRecords()
-    keys = ("name", "state", "reason")
+    from ringweave.page.run_source import AttemptEvents, JobReader  # numpy; other verbs do without
+
+    reader, events = JobReader(job_options.open_user_platform(place), name), AttemptEvents()
+    job, keys = reader.view, ("name", "state", "reason")
     content = api.job_view_document(job)
     nodes = [{key: node[key] for key in (*keys, "attempts")} for node in content["nodes"]]
-    losses, notes = [], []
-    try:
-        losses = verdict.find_losses(_read_events(platform, job, unread))
-        notes = [unread.text()] if unread.count else []
-    except LaunchError as error:
-        notes = [f"Its losses are not known: {error}"]
+    reader.read_all(events, events_only=True)
+    trouble = reader.output.document()["trouble"]
+    losses = [] if trouble else verdict.find_losses(events.in_order())
+    notes = [each for each in (f"Its losses are not known: {trouble}" if trouble else "", reader.unread.text()) if each]
     document = {key: content[key] for key in keys} | {"nodes": nodes, "losses": [asdict(each) for each in losses]}
     lines = [*reason_lines(job), *(each.text() for each in losses), *notes]
     job_options.print_answer(output, document | {"notes": notes}, lambda: lines)
     return 0
-
-
-def _read_events(platform: Platform, job: JobView, unread: telemetry.UnreadRecords) -> list[telemetry.Event]:
-    """Return the events of a job's last round by their times: from its files, or by the platform from elsewhere."""
-    if api.are_files_here(job):
-        return telemetry.read_run(job.files, unread)
-    lines = [line for line in platform.logs(job.name, LogQuery(events="only")) if line.is_event]
-    last = max((line.round for line in lines), default=0)
-    found = [telemetry.parse_event(line.text.encode(), unread) for line in lines if line.round == last]
-    return sorted((event for event in found if event is not None), key=lambda event: event["time"])
 
 
 @click.command

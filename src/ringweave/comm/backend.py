@@ -351,6 +351,11 @@ class RingweaveProcessGroup(NativeProcessGroup):
         """
         return self._engine.wait_for_plan()
 
+    @property
+    def measured_network(self) -> "NetworkMeasurement | None":
+        """Links between the nodes, as probing measured them; the first rank alone has them, without a cluster file."""
+        return self._measured
+
     def _allreduce_natively(
         self, tensor: Tensor, opts: AllreduceOptions, reduction: reductions.ReduceOperation
     ) -> Work | None:

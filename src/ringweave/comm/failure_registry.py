@@ -6,10 +6,12 @@ Assumption: the store outlives the failure. Where it does not, the machine that 
 """
 
 import json
+import re
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -35,6 +37,8 @@ _MAX_REPORT_BYTES = 1 << 20
 _STORE_TIMEOUT_S = 5.0
 """A store that is silent for so long is on a machine that is stopped or cut off; it counts as dead."""
 
+_EXCHANGE = re.compile(r"(exchange #\d+) \((.*)\)")
+"""Operation of an exchange of rows: its name, and the size of this rank's row."""
 _LATE_FIX = "if it is only late, give the collective or its group a longer timeout"
 
 _CallT = TypeVar("_CallT")
@@ -110,6 +114,8 @@ class FailureRegistry:
                 suspects, failure, operation, "the store of the run is gone as well", hung=failure.hung
             )
         for group_rank, report in sorted(reports.items()):
+            if report.disagreement and (odd := self._odd_rows_error(reports, operation)):
+                return odd
             if report.disagreement and group_rank != self._group.group_rank:
                 return DisagreementError(f"{report.disagreement} [found by {self._group.rank_text(group_rank)}]")
             if report.failure and group_rank != self._group.group_rank:
@@ -133,6 +139,39 @@ class FailureRegistry:
         more = f"it failed in {culprit_report.operation}" if culprit_report else ""
         overrun = reports[timed_out[0]].overrun if timed_out else ""
         return self._make_peer_error(culprits, failure, operation, more, hung=hung, overrun=overrun)
+
+    def find_odd_rows(self, operation: str) -> DisagreementError | None:
+        """Return the error that names those whose rows in an exchange are of other sizes than those of the majority.
+
+        A rank that finds a wrong row cannot know whose is wrong: its own may be, or that of its neighbour. The reports
+        of the group tell. None: it is no exchange, no majority has reported the same size, or the store is dead.
+        """
+        if _EXCHANGE.fullmatch(operation) is None:
+            return None
+        try:
+            return self._odd_rows_error(self._call_store(self._collect_reports), operation)
+        except (RuntimeError, TimeoutError):
+            return None
+
+    def _odd_rows_error(
+        self, reports: Mapping[int, CollectiveFailureReport], operation: str
+    ) -> DisagreementError | None:
+        """Return the error that `find_odd_rows` describes, from the reports of that exchange."""
+        own, sizes = _EXCHANGE.fullmatch(operation), dict[int, str]()
+        for group_rank, report in sorted(reports.items()):
+            match = _EXCHANGE.fullmatch(report.operation)
+            if own is not None and match is not None and match[1] == own[1]:
+                sizes[group_rank] = match[2]
+        usual, count = Counter(sizes.values()).most_common(1)[0] if sizes else ("", 0)
+        odd = [group_rank for group_rank, size in sizes.items() if size != usual]
+        if own is None or not odd or 2 * count <= self._group.group_size:
+            return None
+        error = DisagreementError(
+            f"{own[1]}: {self._group.ranks_text(odd)} sent a row of {sizes[odd[0]]}, expected {usual}, as of {count} "
+            f"ranks. Look into the log of that rank: it runs another program, or its memory is damaged."
+        )
+        error.culprits = tuple(odd)
+        return error
 
     def _call_store(self, call: Callable[[], _CallT]) -> _CallT:
         """Call the store with a timeout.
@@ -263,10 +302,14 @@ class GroupEnd:
             CollectiveFailureReport(operation=operation, suspect=None, failure=text), lambda: error, cause
         )
 
-    def disagree(self, error: DisagreementError, operation: str) -> CommunicationError:
-        """End the group because its ranks run different collectives."""
+    def disagree(self, error: DisagreementError, operation: str, *, may_be_own: bool = False) -> CommunicationError:
+        """End the group because its ranks run different collectives; `may_be_own`: this rank's may be the wrong one."""
         report = CollectiveFailureReport(operation=operation, suspect=None, disagreement=str(error))
-        return self._end_group(report, lambda: error, error.__cause__)
+
+        def diagnose() -> DisagreementError:
+            return (self._failures.find_odd_rows(operation) if may_be_own else None) or error
+
+        return self._end_group(report, diagnose, error.__cause__)
 
     def abort(self) -> None:
         """Abort the connections at once; collectives in flight and later ones fail."""

@@ -151,6 +151,7 @@ def _open_door_and_gates(store: Store, group: GroupInfo, timeout: timedelta) -> 
     fingerprints = frozenset(member.fingerprint for member in group.ranks)
     nodes = [member.location.node for member in group.ranks]
     own_node, first_ranks = nodes[group.group_rank], sorted({nodes.index(node) for node in nodes})
+    address, port = "", 0
     for attempt in range(relayed_address.MAX_ATTEMPTS):
         address, device = _listen_on_loopback()
         (port,) = relayed_address.find_listeners(address)

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -51,24 +51,30 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def replace_text(path: Path, text: str | bytes, *, is_durable: bool = False) -> None:
+def replace_text(path: Path, text: str | bytes, *, is_durable: bool = False, mode: int = 0o666) -> None:
     """Write a file atomically: a reader sees the old or the new text.
 
     Args:
         path: The file.
         text: Its new content, as UTF-8.
         is_durable: Return when it is on the disk.
+        mode: Permission bits of the file, without those of the process's mask.
 
     Raises:
         OSError: It cannot be written; an earlier file is unchanged.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("wb") as file:
-        file.write(text.encode() if isinstance(text, str) else text)
-        file.flush()
-        if is_durable:
-            fsync_file(file)
-    beside.replace(path)
+    try:
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode), "wb") as file:
+            file.write(text.encode() if isinstance(text, str) else text)
+            file.flush()
+            if is_durable:
+                fsync_file(file)
+        beside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink()
+        raise
 
 
 MAX_JSON_BYTES = 16 * 2**20

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ringweave.files.problems import shorten_names
 from ringweave.jobs import failures
 from ringweave.jobs.records import (
+    MAX_HISTORY,
     AttemptEnd,
     EndCause,
     GroupPhase,
@@ -336,7 +337,7 @@ def _start_next_attempts(job: Job, record: JobRecord, groups: GroupsByAttempt) -
     for node in job.used_nodes:
         known = nodes[node]
         if known.ended is not None and not known.is_excluded and (node, known.attempt) not in groups:
-            history = (*known.history, known.ended)
+            history = (*known.history, known.ended)[-MAX_HISTORY:]
             nodes[node] = replace(known, attempt=known.attempt + 1, seen=False, ended=None, history=history)
     return replace(record, nodes=tuple(nodes))
 

@@ -194,7 +194,7 @@ class NodeRecord:
     suspected_since_s: float | None = None
     """Time since which the node is suspected to hang; None if it is not suspected."""
     history: tuple[AttemptEnd, ...] = ()
-    """Ends of earlier attempts, oldest first."""
+    """Ends of the newest earlier attempts, oldest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -374,6 +374,8 @@ class JsonForm(Generic[T]):
 RECORD_JSON = JsonForm(JobRecord, saved_as="record of the job")
 
 
+MAX_HISTORY = 100
+"""Ends of earlier attempts of a node that its record keeps."""
 MAX_EVENTS = 1000
 """Newest events of a job that its platform keeps."""
 

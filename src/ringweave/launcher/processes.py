@@ -348,6 +348,7 @@ class LocalLauncher:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(previous.pid, signal.SIGKILL)
             previous.wait()
+            self._write_to_guard(b"-%d\n" % previous.pid)
         spare = self._start_worker(worker, argv)
         self._exits.pop(worker.global_rank, None)
         return spare if self._spare_rules is not None and self._spare_rules.num_spares else None

@@ -319,10 +319,10 @@ class RunRestartPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PastMembers:
-    """Names of past members, `SLOT.INCARNATION`."""
+    """Names of past members, `SLOT.INCARNATION`; of each slot the newest."""
 
     members: frozenset[str] = frozenset()
-    """All processes that have ever been members."""
+    """Processes that have been members."""
     trained: frozenset[str] = frozenset()
     """Members that took part in a train step, or began with the state of one that did."""
 
@@ -343,7 +343,8 @@ def read_past_members(events: Iterable[Event], earlier: PastMembers = PastMember
             trained |= members_of_event if members_of_event == new else members_of_event - new
         elif event["kind"] == "members_caught_up":
             trained |= set(event["members"])
-    return PastMembers(members=frozenset(members), trained=frozenset(trained))
+    kept = membership_records.newest_of_slots(members | trained)
+    return PastMembers(members=kept & members, trained=kept & trained)
 
 
 class MembershipHistory:
@@ -372,7 +373,8 @@ class MembershipHistory:
             self._from_events = read_past_members(self._tail.read_new(), self._from_events)
         found = self._from_events
         if not found.members.union(self._from_coordinators).issuperset(names):
-            self._from_coordinators.update(self._query_coordinators(names))
+            known = self._from_coordinators.union(self._query_coordinators(names))
+            self._from_coordinators = {*membership_records.newest_of_slots(known)}
         return PastMembers(
             members=found.members | self._from_coordinators,
             trained=found.trained | (self._from_coordinators - found.members),
@@ -413,3 +415,6 @@ class EvictionWatcher:
                 self._terms |= {
                     each: max(event["reported_in_term"], self._terms.get(each, 0)) for each in event["members"]
                 }
+                known = membership_records.newest_of_slots({*self._terms, *self._names})
+                self._terms = {each: term for each, term in self._terms.items() if each in known}
+                self._names &= known

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from ringweave.topology import Cluster
 
 ScheduleCounts = dict[str, int]
+COUNTS = ("collectives", "bytes", "messages")
+"""Keys of it."""
 
 RUN_JSON_FORMAT = 2
 """Version of the keys of run.json."""
@@ -99,7 +101,7 @@ def count_collectives(events: Iterable[Event]) -> dict[str, ScheduleCounts]:
     lowest: dict[str, int] = {}
     for group, global_rank in last:
         lowest[group] = min(global_rank, lowest.get(group, global_rank))
-    totals: dict[str, ScheduleCounts] = defaultdict(lambda: {"collectives": 0, "bytes": 0, "messages": 0})
+    totals: dict[str, ScheduleCounts] = defaultdict(lambda: dict.fromkeys(COUNTS, 0))
     for (group, global_rank), by_schedule in last.items():
         for name, counts in by_schedule.items():
             total = totals[name]
@@ -145,6 +147,8 @@ def list_tuned_schedules(events: Iterable[Event]) -> list[dict[str, Any]]:
 
 
 MEASURED_KEY = ("group", "version", "collective", "schedule", "wire", "bytes", "num_segments", "lag", "window")
+_BOUNDED = ("allreduce", "allgather", "broadcast", "reduce-scatter")
+"""Collectives that have a bound; events may name others."""
 _MEASURED_VALUES = ("predicted_s", "measured_s", "rounds")
 
 
@@ -182,12 +186,15 @@ def compare_measured(events: Iterable[Event], cluster: "Cluster | None") -> list
             s_per_byte = bounds[own, kind]
         row["measured_over_predicted"] = row["measured_s"] / predicted_s if predicted_s else None
         row["bound_s"] = s_per_byte * row["bytes"] if s_per_byte else None
-        row["fraction_of_bound"] = row["bound_s"] / row["measured_s"] if row["bound_s"] else None
+        has_both = row["bound_s"] and row["measured_s"]
+        row["fraction_of_bound"] = row["bound_s"] / row["measured_s"] if has_both else None
     return rows
 
 
 def _bound_s_per_byte(cluster: "Cluster", nodes: Sequence[str], kind: "CollectiveKind") -> float | None:
-    """Return the bound at the rates of the cluster file; None if it has other nodes."""
+    """Return the bound at the rates of the cluster file; None if it has other nodes, or the collective has none."""
+    if kind not in _BOUNDED:
+        return None
     from ringweave import cost  # numpy; most users of run directories do without
 
     try:

@@ -29,9 +29,6 @@ from ringweave.membership.membership_records import (
 )
 from ringweave.membership.settings import MembershipSettings
 
-# One state machine: every event is here.
-
-
 _COORDINATOR_STALL_S = 0.5
 """Time between two ticks above which this process itself was stopped or starved."""
 _STANDSTILL_S = 0.5
@@ -69,6 +66,7 @@ class Coordinator:
         self._proposal_number = 0
         self._election = Election()
         self._failure_detector = FailureDetector(self._settings.heartbeat_timeout)
+        self.is_long_gone = self._failure_detector.is_long_gone
         self._evicted: dict[str, MemberDirective] = {}
         self._silent_reasons: dict[str, str] = {}
         """Members that were excluded for silence, and why; evicted once a generation has begun without them."""
@@ -131,8 +129,8 @@ class Coordinator:
                 reason=self.end_reason,
                 final_checkpoint_owner=self._final_checkpoint_owner,
             )
-        if member in self._evicted:
-            return self._evicted[member]
+        if member in self._evicted or self.is_long_gone(member):
+            return self._evicted.get(member) or self._eviction(membership_records.REASON_REPLACED)
         membership = self.membership if self.membership and member in self.membership.members else None
         generation_ids = [each.generation_id for each in (membership, self._proposal) if each is not None]
         return (
@@ -153,6 +151,8 @@ class Coordinator:
             for other in others:
                 self._exclude(other, membership_records.REASON_REPLACED)
             self._failure_detector.add_member(member, now_s)
+            self._evicted = {each: why for each, why in self._evicted.items() if not self.is_long_gone(each)}
+            self._caught_up = {each for each in self._caught_up if not self.is_long_gone(each)}
             if self.membership is None and self._waiting_since_s is None:  # a slow start blames no member
                 self._waiting_since_s = now_s
             self._advance(now_s)
@@ -421,9 +421,10 @@ class Coordinator:
     def _evict(self, member: str, reason: str) -> None:
         self._proposal_number += 1
         self._silent_reasons.pop(member, None)
-        self._evicted[member] = MemberDirective(
-            generation_id=(self._term, self._proposal_number), is_evicted=True, reason=reason
-        )
+        self._evicted[member] = self._eviction(reason)
+
+    def _eviction(self, reason: str) -> MemberDirective:
+        return MemberDirective(generation_id=(self._term, self._proposal_number), is_evicted=True, reason=reason)
 
     def _advance(self, now_s: float) -> None:
         """Decide whatever can be decided now."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 
 from ringweave.membership import membership_records
-from ringweave.membership.membership_records import parse_member_name
+from ringweave.membership.membership_records import KEPT_INCARNATIONS, parse_member_name
 
 HEARTBEAT_INTERVAL_S = 0.25
 """Heartbeat interval. Each heartbeat takes a millisecond of a processor that a train step may need; no member is missed
@@ -335,6 +335,7 @@ class FailureDetector:
         self._unsure_exits: set[str] = set()
         self._gone: set[str] = set()
         self._finished: dict[str, float] = {}
+        self._newest_incarnations: dict[int, int] = {}
 
     @property
     def silent(self) -> Set[str]:
@@ -354,11 +355,18 @@ class FailureDetector:
         return bool(self._finished)
 
     def knows_member(self, member: str) -> bool:
-        return member in self.present or member in self._gone or member in self._finished
+        return member in self.present or self.is_gone(member) or member in self._finished
 
     def is_gone(self, member: str) -> bool:
         """Return whether it was here, and has not finished."""
-        return member in self._gone
+        return member in self._gone or self.is_long_gone(member)
+
+    def is_long_gone(self, member: str) -> bool:
+        """Return whether so many later processes of its slot have come that this one is not remembered by itself."""
+        slot, _, incarnation = member.partition(".")
+        if not (slot.isdecimal() and incarnation.isdecimal()):
+            return False  # no member's name
+        return int(incarnation) <= self._newest_incarnations.get(int(slot), 0) - KEPT_INCARNATIONS
 
     def is_missing_any(self, members: Collection[str], now_s: float) -> bool:
         """Return whether one is gone, or has finished so long ago that others may be waiting for it."""
@@ -389,6 +397,9 @@ class FailureDetector:
             self._gone.update(failed)
             for each in failed:
                 del self._finished[each]
+            slot, incarnation = parse_member_name(member)
+            self._newest_incarnations[slot] = max(incarnation, self._newest_incarnations.get(slot, 0))
+            self._gone = {each for each in self._gone if not self.is_long_gone(each)}
 
     def remove_member(self, member: str) -> None:
         """Remove it as if it had never come."""
@@ -466,7 +477,7 @@ class FailureDetector:
 
     def may_be_alive(self, member: str) -> bool:
         """Return whether it may be alive: it is here, was excluded for silence, or has never come."""
-        is_ended = (member in self._gone and member not in self._silent) or member in self._finished
+        is_ended = (self.is_gone(member) and member not in self._silent) or member in self._finished
         return not is_ended and not _is_replaced(member, [*self.present, *self._gone, *self._finished])
 
     def forget_silent(self, others: Collection[str]) -> None:

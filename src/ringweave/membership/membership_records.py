@@ -70,13 +70,18 @@ class Membership:
     def members(self) -> tuple[str, ...]:
         return tuple(status.member for status in self.statuses)
 
+    @property
+    def least_incarnations(self) -> dict[int, int]:
+        """Slot -> least incarnation whose certificate counts: that of its member, or the one after its last member."""
+        after_last = {slot: incarnation + 1 for slot, incarnation in map(parse_member_name, self.departed)}
+        return after_last | dict(map(parse_member_name, self.members))
+
     def revokes(self, member: str) -> bool:
         """Return whether a process's certificate counts no more: it was a member, or its slot has a later one."""
         if not all(part.isdecimal() for part in member.split(".")) or member.count(".") != 1:
             return True  # no member's name
         slot, incarnation = parse_member_name(member)
-        held, last = dict(map(parse_member_name, self.members)), dict(map(parse_member_name, self.departed))
-        return incarnation < held.get(slot, 0) or incarnation <= last.get(slot, -1)
+        return incarnation < self.least_incarnations.get(slot, 0)
 
     @property
     def state_owners(self) -> tuple[str, ...]:
@@ -154,10 +159,21 @@ def furthest_status(statuses: Sequence[MemberStatus]) -> MemberStatus:
     return max(training or statuses, key=lambda each: (each.num_drawn, each.has_state))
 
 
+KEPT_INCARNATIONS = 8
+"""Incarnations of a slot that are remembered one by one: of a job that loses members for weeks, the newest ones."""
+
+
 def parse_member_name(member: str) -> tuple[int, int]:
     """Return (slot, incarnation) of a member's name, the order of members."""
     slot, _, incarnation = member.partition(".")
     return int(slot), int(incarnation)
+
+
+def newest_of_slots(members: Collection[str]) -> frozenset[str]:
+    """Return the members without those of which so many later ones of their slots are among them."""
+    newest = dict(sorted(map(parse_member_name, members)))
+    kept = [each for each in map(parse_member_name, members) if each[1] > newest[each[0]] - KEPT_INCARNATIONS]
+    return frozenset(f"{slot}.{incarnation}" for slot, incarnation in kept)
 
 
 def departed_members(previous: Membership | None, members: Collection[str]) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from ringweave.errors import RefusedError, RpcError, explain
 from ringweave.membership import messages
 from ringweave.membership.coordinator import Coordinator
 from ringweave.membership.membership_records import (
+    KEPT_INCARNATIONS,
     NO_GENERATION,
     GenerationId,
     MemberDirective,
@@ -258,6 +259,8 @@ class CoordinatorService:
             self._listener.generation_begun(self._part, coordinator.membership, coordinator.term)
         if probe_targets := coordinator.take_probe_targets():
             threading.Thread(target=self._probe, args=(probe_targets,), name="ringweave seeking", daemon=True).start()
+        for member in [each for each in self._directives if coordinator.is_long_gone(each)]:
+            del self._directives[member]
         changed = [each for each, (_, order) in self._directives.items() if coordinator.directive_for(each) != order]
         for member in changed:
             self._directives[member] = (self._directives[member][0] + 1, coordinator.directive_for(member))
@@ -282,11 +285,13 @@ class CoordinatorService:
     def _watch(self, call: RpcCall) -> messages.WatchUpdate:
         member, known_revision = call.peer.name, call.message.revision
         with self._changed:
-            self._directives.setdefault(member, (1, self._coordinator.directive_for(member)))
+            known = self._directives.setdefault(member, (1, self._coordinator.directive_for(member)))
             self._changed.wait_for(
-                lambda: self._directives[member][0] != known_revision or call.cancelled.is_set(), _WATCH_TIMEOUT_S
+                lambda: self._directives.get(member, known)[0] != known_revision or call.cancelled.is_set(),
+                _WATCH_TIMEOUT_S,
             )
-            revision, directive = self._directives[member]
+            after_long_gone = known[0] + 1, self._coordinator.directive_for(member)
+            revision, directive = self._directives.get(member, after_long_gone)
             # A member that paused while this one stepped down and became active again must ask anew, or it hangs.
             is_active = self._coordinator.is_active and self._coordinator.knows_member(member)
             return messages.WatchUpdate(revision=revision, is_active=is_active, directive=directive)
@@ -469,8 +474,17 @@ class CoordinatorSet:
         message: messages.Join = call.message
         with self._lock:
             service = self._services.get(message.part) or self._add_part(message)
-            self._part_of[call.peer.name] = message.part
+            self._note_part(call.peer.name, message.part)
         return service.dispatch(call)
+
+    def _note_part(self, member: str, part: str) -> None:
+        """Note the part that a member has joined, and forget those of processes of its slot long before; locked."""
+        self._part_of.pop(member, None)
+        self._part_of[member] = part
+        slot = member.partition(".")[0]
+        of_slot = [each for each in self._part_of if each.partition(".")[0] == slot]
+        for each in of_slot[:-KEPT_INCARNATIONS]:
+            del self._part_of[each]
 
     def _add_part(self, message: messages.Join) -> CoordinatorService:
         """Add the coordinator of a part for the first member that joins it; with the lock held."""

@@ -2,12 +2,13 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ringweave.launcher import run_dir
 from ringweave.membership import membership_records
 from ringweave.telemetry import Event, events
 
@@ -225,6 +226,42 @@ class WindowSums:
         return [event for windows in self._windows.values() for event in windows]
 
 
+class CollectiveCounts:
+    """Collectives of each schedule, from counts that each rank of a group reports again and again.
+
+    Of groups that have not reported for long, such as those of earlier generations, sums alone are kept.
+    """
+
+    MAX_GROUPS = 32
+
+    def __init__(self) -> None:
+        self._groups: dict[str, dict[int, Event]] = {}
+        self._ended: dict[str, run_dir.ScheduleCounts] = {}
+
+    def add(self, event: Event) -> None:
+        """Add an event `collectives`, in place of the one before of that rank and group."""
+        ranks = self._groups.pop(event["group"], {})
+        ranks[event["rank"]] = event
+        self._groups[event["group"]] = ranks
+        if len(self._groups) > self.MAX_GROUPS:
+            oldest = self._groups.pop(next(iter(self._groups)))
+            self._ended = _sum_counts(self._ended, run_dir.count_collectives(oldest.values()))
+
+    def document(self) -> Document | None:
+        """Return schedule -> collectives, bytes, messages; None without any."""
+        kept = [event for ranks in self._groups.values() for event in ranks.values()]
+        return _sum_counts(self._ended, run_dir.count_collectives(kept)) or None
+
+
+def _sum_counts(
+    first: Mapping[str, run_dir.ScheduleCounts], second: Mapping[str, run_dir.ScheduleCounts]
+) -> dict[str, run_dir.ScheduleCounts]:
+    return {
+        name: {key: sum(each.get(name, {}).get(key, 0) for each in (first, second)) for key in run_dir.COUNTS}
+        for name in [*first, *(name for name in second if name not in first)]
+    }
+
+
 FAILURES = frozenset(
     {
         "checkpoint_failed",
@@ -267,15 +304,20 @@ def is_failure(event: Event) -> bool:
 
 
 class RunTimeline:
-    """Attempts, lives of workers, generations and remarkable events of a run, over time."""
+    """Attempts, lives of workers, generations and remarkable events of a run, over time: the newest, and how many."""
+
+    MAX_ROWS = 200
+    """Ended lives, generations and marks that are kept, of each."""
+    MAX_ATTEMPTS = 100
 
     def __init__(self) -> None:
         self._round: int | None = None
-        self._attempts: deque[Document] = deque(maxlen=100)
-        self._lives: deque[Document] = deque(maxlen=1000)
-        self._generations: deque[Document] = deque(maxlen=500)
-        self._marks: deque[Document] = deque(maxlen=500)
-        self._num_deaths = 0
+        self._attempts: deque[Document] = deque(maxlen=self.MAX_ATTEMPTS)
+        self._alive: dict[int, Document] = {}
+        self._ended: deque[Document] = deque(maxlen=self.MAX_ROWS)
+        self._generations: deque[Document] = deque(maxlen=self.MAX_ROWS)
+        self._marks: deque[Document] = deque(maxlen=self.MAX_ROWS)
+        self._counts = dict.fromkeys(("deaths", "generations", "lives", "marks"), 0)
         self._is_new = True
 
     def begin_attempt(self, round_: int | None = None) -> None:
@@ -296,33 +338,41 @@ class RunTimeline:
             if last["outcome"] in (None, "done"):
                 last |= {"outcome": event["outcome"], "cause": event["cause"]}
         elif kind == "worker_started":
-            self._lives.append({"rank": event["rank"], "node": event["node"], "begin_s": time_s, "end_s": None})
+            self._end_life(event["rank"], time_s, "its end was not reported")
+            self._alive[event["rank"]] = {
+                "rank": event["rank"],
+                "node": event["node"],
+                "begin_s": time_s,
+                "end_s": None,
+            }
+            self._counts["lives"] += 1
         elif kind == "worker_exited":
-            self._end_life(event)
+            is_death = is_failure(event)
+            self._counts["deaths"] += is_death
+            how = event["signal"] or f"exit code {event['exit_code']}"
+            self._end_life(event["rank"], time_s, how, is_death=is_death)
         elif kind == "generation_begun":
             keys = ("term", "number", "part")
             row = {key: event[key] for key in keys} | {"time_s": time_s, "num_members": len(event["members"])}
             self._generations.append(row)
+            self._counts["generations"] += 1
         elif kind in _MARKED or is_failure(event):
             self._marks.append({"time_s": time_s, "kind": kind, "text": text})
+            self._counts["marks"] += 1
 
-    def _end_life(self, event: Event) -> None:
-        is_death = is_failure(event)
-        self._num_deaths += is_death
-        how = event["signal"] or f"exit code {event['exit_code']}"
-        for life in reversed(self._lives):
-            if life["rank"] == event["rank"] and life["end_s"] is None:
-                life |= {"end_s": event["time"], "how": how, "is_death": is_death}
-                return
+    def _end_life(self, rank: int, end_s: float, how: str, *, is_death: bool = False) -> None:
+        life = self._alive.pop(rank, None)
+        if life is not None:
+            self._ended.append(life | {"end_s": end_s, "how": how, "is_death": is_death})
 
     def document(self) -> Document | None:
         """Return all of it; None before the first worker."""
-        if not self._lives:
+        if not self._counts["lives"]:
             return None
         return {
             "attempts": list(self._attempts),
-            "lives": list(self._lives),
+            "lives": sorted([*self._ended, *self._alive.values()], key=lambda life: life["begin_s"]),
             "generations": list(self._generations),
             "marks": list(self._marks),
-            "num_deaths": self._num_deaths,
+            **{f"num_{name}": count for name, count in self._counts.items()},
         }

@@ -3,8 +3,11 @@
 import asyncio
 import hmac
 import json
+import os
 import secrets
+import select
 import signal
+import stat
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from aiohttp import web
@@ -35,7 +38,9 @@ class PageServer:
         self._source, self._token = source, token
         self._sections: Mapping[str, str] = {}
         self._version = self._num_streams = 0
-        self._changed = asyncio.Condition()
+        self._changed, self.ended = asyncio.Condition(), asyncio.Event()
+        self.error: BaseException | None = None
+        """Reason for which the page cannot go on."""
 
     def application(self) -> web.Application:
         """Return the application, with the token at its door."""
@@ -48,13 +53,18 @@ class PageServer:
 
     async def _updates(self, _: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(self._update())
+        task.add_done_callback(self._note_end)
         yield
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
+    def _note_end(self, task: "asyncio.Task[None]") -> None:
+        self.error = None if task.cancelled() else task.exception()
+        self.ended.set()
+
     async def _update(self) -> None:
         loop = asyncio.get_running_loop()
-        while True:
+        while not is_output_unread():
             has_more = await loop.run_in_executor(None, self._source.poll)
             if self._num_streams or not self._version:
                 sections = await loop.run_in_executor(None, self._dump)
@@ -124,30 +134,54 @@ async def _static(request: web.Request) -> web.Response:
     )
 
 
+def is_output_unread(descriptor: int = 1) -> bool:
+    """Return whether standard output is a pipe without a reader: the program that has started this one is gone."""
+    try:
+        is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+    except OSError:  # closed from the beginning
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return is_pipe and any(events & select.POLLERR for _, events in poll.poll(0))
+
+
 def serve(source: RunSource, host: str, port: int, on_ready: Callable[[str], object]) -> None:
-    """Serve the page until SIGINT or SIGTERM; `on_ready` gets its address.
+    """Serve the page until SIGINT or SIGTERM, or until nobody can read its address; `on_ready` gets that.
 
     Raises:
         LaunchError: The address cannot be used.
+        RingweaveError: The run cannot be read.
     """
     source.follow_logs()
     asyncio.run(_serve(PageServer(source, token := secrets.token_urlsafe(24)), token, (host, port), on_ready))
 
 
 async def _serve(server: PageServer, token: str, address: tuple[str, int], on_ready: Callable[[str], object]) -> None:
-    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)
+        loop.add_signal_handler(number, server.ended.set)
     runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, *address)
-        await site.start()
+        await _listen(runner, *address)
         host, port = runner.addresses[0][:2]
         on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/?token={token}")
-        await ended.wait()
-    except OSError as error:
-        got, do = f"{address[0]}:{address[1]} ({error.strerror or error})", "Choose another --host or --port"
-        raise LaunchError(explain("page", got=got, expected="a free address of this machine", do=do)) from error
+        await server.ended.wait()
     finally:
+        error = server.error
         await runner.cleanup()
+    if error is not None:
+        raise error
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
+    """Listen.
+
+    Raises:
+        LaunchError: The address cannot be used.
+    """
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        got, do = f"{host}:{port} ({error.strerror or error})", "Choose another --host or --port"
+        raise LaunchError(explain("page", got=got, expected="a free address of this machine", do=do)) from error

@@ -17,6 +17,7 @@ from ringweave.launcher import run_dir
 from ringweave.page.aggregation import (
     PARTS,
     BucketedSeries,
+    CollectiveCounts,
     Document,
     RunTimeline,
     StepGrid,
@@ -31,8 +32,14 @@ from ringweave.topology import CORE, Cluster, Device, Nic, Node, Switch
 
 RECENT_S = 60.0
 """Span of the numbers of a run that goes on."""
-MAX_EVENTS = 1000
+MAX_EVENTS = 500
 """Newest events that are listed."""
+MAX_GROUPS = 64
+"""Groups of ranks, and plans of groups, that are kept: those that came last."""
+MAX_RANKS = 10_000
+"""Ranks with facts of their own."""
+MAX_TUNED = 200
+"""Results of the autotuner that count for the verdict: the newest."""
 MAX_TEXT = 400
 """Characters of an event or a log line."""
 MAX_COLLECTIVES = 40
@@ -130,8 +137,11 @@ class RunModel:
         self._last: dict[str, Event] = {}
         self._grid: StepGrid | None = None
         self._loss: BucketedSeries | None = None
-        self._windows = WindowSums()
-        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._windows, self._counts = WindowSums(), CollectiveCounts()
+        self._rows: deque[Document] = deque(maxlen=MAX_EVENTS)
+        self._num_rows = self._num_deaths = 0
+        self._death: Event = {}
+        self._traffic: dict[int, list[Event]] = {}
         self._progress: deque[tuple[float, int]] = deque(maxlen=1000)
         self._workers: dict[int, Event] = {}
         self._by_key: dict[str, dict[Any, Event]] = {}
@@ -156,26 +166,30 @@ class RunModel:
         if self._begin_s is None:
             self._begin_s = time_s
             self._grid, self._loss = StepGrid(time_s), BucketedSeries(time_s)
-        self._timeline.add(event, event_text(event))
+        is_listed = kind not in MEASUREMENTS
+        text = show_text(event_text(event)) if is_listed else ""
+        self._timeline.add(event, text)
         add = _ADDERS.get(kind)
         if add is not None:
             add(self, event)
         self._last[kind] = event
-        if kind not in MEASUREMENTS:
-            self._events.append(event)
+        if is_listed:
+            row = {"time_s": event["time"], "kind": kind, "rank": event.get("rank"), "text": text}
+            self._rows.append(row | {"is_failure": is_failure(event)})
+            self._num_rows += 1
 
     def _add_steps(self, event: Event) -> None:
         assert self._grid is not None
         self._grid.add(event)
         self._windows.add(event)
-        self._keep(event, "steps_measured", event["rank"])
+        self._keep(event, "steps_measured", event["rank"], MAX_RANKS)
         self._num_windows += 1
 
     def _add_iterations(self, event: Event) -> None:
         first = self._by_key.get("iterations_done")
         if first and event["rank"] > min(first):
             return  # one node reports for all
-        self._keep(event, "iterations_done", event["rank"])
+        self._keep(event, "iterations_done", event["rank"], MAX_RANKS)
         if self._progress and event["iterations"] < self._progress[-1][1]:
             self._progress.clear()  # it goes on from a checkpoint
         self._progress.append((event["time"], event["iterations"]))
@@ -186,6 +200,11 @@ class RunModel:
 
     def _add_worker(self, event: Event) -> None:
         self._workers[event["rank"]] = event
+
+    def _add_exit(self, event: Event) -> None:
+        self._add_worker(event)
+        if event["signal"] and not event["stopped"]:
+            self._death, self._num_deaths = event, self._num_deaths + 1
 
     def _add_rates(self, event: Event) -> None:
         self._rates.update({str(name): float(rate) for name, rate in event["rates"].items()})
@@ -200,39 +219,47 @@ class RunModel:
         self._probed = _probed_cluster(event, formed["nodes"])
 
     def _add_memory(self, event: Event) -> None:
-        self._keep(event, "memory_limited", event["rank"])
+        self._keep(event, "memory_limited", event["rank"], MAX_RANKS)
 
     def _add_group(self, event: Event) -> None:
-        self._keep(event, "group_formed", event["group"])
+        self._keep(event, "group_formed", event["group"], MAX_GROUPS)
 
     def _add_collectives(self, event: Event) -> None:
-        self._keep(event, "collectives", (event["group"], event["rank"]))
+        self._counts.add(event)
 
     def _add_measured(self, event: Event) -> None:
-        self._keep(event, "schedule_measured", run_dir.measured_key(event))
+        self._keep(event, "schedule_measured", run_dir.measured_key(event), MAX_COLLECTIVES)
+
+    def _add_tuned(self, event: Event) -> None:
+        key = tuple(event[name] for name in ("rank", "group", "version", "collective", "bytes"))
+        self._keep(event, "schedule_tuned", key, MAX_TUNED)
 
     def _add_plan(self, event: Event) -> None:
-        self._keep(event, "plan_made", (event["group"], event["version"]))
+        self._keep(event, "plan_made", (event["group"], event["version"]), MAX_GROUPS)
         self._add_rates(event)
 
     def _add_traffic(self, event: Event) -> None:
-        self._keep(event, "traffic_measured", (event["rank"], event["group"]))
+        newest_s, group = event["time"] - RECENT_S, event["group"]
+        before = self._traffic.get(event["rank"], ())
+        kept = [each for each in before if each["time"] > newest_s and each["group"] != group]
+        self._traffic[event["rank"]] = [*kept, event]
         self._windows.add(event)
         self._num_windows += 1
 
     def _add_agreed(self, event: Event) -> None:
-        self._keep(event, "schedule_agreed", (event["collective"], event["schedule"], event["bytes"]))
+        key = event["collective"], event["schedule"], event["bytes"]
+        self._keep(event, "schedule_agreed", key, MAX_COLLECTIVES)
 
     def _add_generation(self, event: Event) -> None:
         if not event["part"]:
-            self._keep(event, "generation_begun", "")
+            self._keep(event, "generation_begun", "", 1)
 
-    def _keep(self, event: Event, kind: str, key: Any) -> None:
-        """Keep the last event of each key, the newest last."""
+    def _keep(self, event: Event, kind: str, key: Any, most: int) -> None:
+        """Keep the last event of each key, of the keys that came last, the newest last."""
         kept = self._by_key.setdefault(kind, {})
         kept.pop(key, None)
         kept[key] = event
-        if len(kept) > MAX_EVENTS:
+        if len(kept) > most:
             kept.pop(next(iter(kept)))
 
     def _kept(self, kind: str) -> list[Event]:
@@ -251,7 +278,7 @@ class RunModel:
             "training": self._training(),
             "topology": self._topology(cluster),
             "collectives": self._collectives(cluster),
-            "traffic": run_dir.count_collectives(self._kept("collectives")) or None,
+            "traffic": self._counts.document(),
             "peers": self._peers(),
             "rings": self._rings(),
             "sites": self._sites(),
@@ -268,7 +295,10 @@ class RunModel:
 
     def _verdict(self, *, is_over: bool) -> Document:
         if self._losses[0] != self._num_windows:
-            events = sorted([*self._windows.events(), *self._events], key=lambda event: event["time"])
+            known = [self._last[kind] for kind in ("training_prepared", "plan_made") if kind in self._last]
+            deaths = [self._death] * self._num_deaths  # the last one for all: their number counts
+            events = [*self._windows.events(), *known, *self._kept("schedule_tuned"), *deaths]
+            events.sort(key=lambda event: event["time"])
             self._losses = (self._num_windows, verdict.find_losses(events))
         least = verdict.MIN_STEPS
         counts = [event.get("steps", event.get("collectives", 0)) for event in self._windows.events()]
@@ -404,9 +434,9 @@ class RunModel:
         return [row | {"wire_fraction": _wire_fraction(row)} for row in rows] or None
 
     def _peers(self) -> list[Document] | None:
-        """Return the traffic from rank to rank in the newest windows, the slowest first."""
+        """Return the traffic from rank to rank in each rank's newest windows, the slowest first."""
         rows = []
-        for event in self._kept("traffic_measured"):
+        for event in (event for windows in self._traffic.values() for event in windows):
             for peer, link in event["links"].items():
                 row = {"rank": event["rank"], "peer": int(peer), "sent_bytes": link["sent_bytes"]}
                 rows.append(row | {"bytes_per_s": link["sent_bytes"] / link["busy_s"] if link["busy_s"] else None})
@@ -438,20 +468,11 @@ class RunModel:
         return {key: measured[key] for key in keys} | {"decision": solved["verdict"] if solved else None}
 
     def _event_rows(self) -> Document:
-        rows = [
-            {
-                "time_s": event["time"],
-                "kind": event["kind"],
-                "rank": event.get("rank"),
-                "text": show_text(event_text(event)),
-                "is_failure": is_failure(event),
-            }
-            for event in self._events
-        ]
+        rows = list(self._rows)
         meanings = {
             kind: EVENT_KINDS[kind].meaning for kind in sorted({row["kind"] for row in rows}) if kind in EVENT_KINDS
         }
-        return {"rows": rows, "meanings": meanings}
+        return {"rows": rows, "num": self._num_rows, "meanings": meanings}
 
     @staticmethod
     def _left_out(sections: Mapping[str, Any], *, is_over: bool) -> list[str]:
@@ -491,7 +512,7 @@ _ADDERS = {
     "steps_measured": RunModel._add_steps,
     "iterations_done": RunModel._add_iterations,
     "worker_started": RunModel._add_worker,
-    "worker_exited": RunModel._add_worker,
+    "worker_exited": RunModel._add_exit,
     "network_measured": RunModel._add_probed,
     "plan_changed": RunModel._add_rates,
     "plan_made": RunModel._add_plan,
@@ -499,6 +520,7 @@ _ADDERS = {
     "group_formed": RunModel._add_group,
     "collectives": RunModel._add_collectives,
     "schedule_measured": RunModel._add_measured,
+    "schedule_tuned": RunModel._add_tuned,
     "schedule_agreed": RunModel._add_agreed,
     "traffic_measured": RunModel._add_traffic,
     "generation_begun": RunModel._add_generation,

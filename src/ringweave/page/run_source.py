@@ -49,6 +49,26 @@ class EventConsumer(Protocol):
         """Add an event of the newest attempt."""
 
 
+class AttemptEvents:
+    """Keeps the events of the newest attempt or round."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+
+    def begin_attempt(self, round_: int | None = None) -> None:
+        """Forget those of the attempt before."""
+        del round_
+        self._events.clear()
+
+    def add(self, event: Event) -> None:
+        """Keep an event."""
+        self._events.append(event)
+
+    def in_order(self) -> list[Event]:
+        """Return them by their times."""
+        return sorted(self._events, key=lambda event: event["time"])
+
+
 @dataclass(slots=True)
 class _EventLogPlace:
     """Place up to which the event log of a round on a node has been read."""
@@ -111,11 +131,13 @@ class JobReader:
         self._update_view()  # of a run that has been removed, the files are here
         return not self.has_files
 
-    def read_all(self, consumer: EventConsumer) -> None:
-        """Read events and output up to their ends."""
+    def read_all(self, consumer: EventConsumer, *, events_only: bool = False) -> None:
+        """Read events, and the output of workers, up to their ends."""
         while self.feed(consumer):
             pass
-        query = LogQuery(events="none" if self.has_files else "also")
+        if events_only and self.has_files:
+            return
+        query = LogQuery(events="only" if events_only else "none" if self.has_files else "also")
         self.output.read(
             self._platform, self._name, query, lambda line: self._feed_until(consumer, self._parse_streamed(line))
         )
@@ -160,12 +182,22 @@ class JobReader:
         for attempt, is_round, event in news:
             if attempt > self._attempt:
                 self._attempt = attempt
+                self._forget_earlier()
                 consumer.begin_attempt(attempt if is_round else None)
             if attempt == self._attempt:
                 consumer.add(event)
             if time.monotonic() > deadline_s:
                 return True
         return False
+
+    def _forget_earlier(self) -> None:
+        """Forget the places in event logs of earlier rounds: nothing is read of them any more."""
+        self._places = {key: place for key, place in self._places.items() if key[2] >= self._attempt}
+        self._tails = {path: tail for path, tail in self._tails.items() if self._is_read(path)}
+
+    def _is_read(self, path: Path) -> bool:
+        match = _ROUND_FOLDER.search(str(path))
+        return match is None or int(match[3]) >= self._attempt
 
     def _begin_replay(self) -> None:
         for place in self._places.values():
@@ -185,7 +217,7 @@ class JobReader:
                     self._begin_replay()
                 else:
                     yield from self._parse_streamed(line)
-        for path in self._event_files():
+        for path in filter(self._is_read, self._event_files()):
             match = _ROUND_FOLDER.search(str(path))
             if match is None:
                 for event in self._tails.setdefault(path, telemetry.EventTail(path, self.unread)).iter_new():
@@ -199,6 +231,8 @@ class JobReader:
                     yield key[2], True, event
 
     def _parse_streamed(self, line: LogLine) -> Iterator[tuple[int, bool, Event]]:
+        if line.round < self._attempt:
+            return
         place = self._places.setdefault((line.node, line.attempt, line.round), _EventLogPlace())
         unread = None if place.is_replayed else self.unread
         event = telemetry.parse_event(line.text.encode(), unread)
@@ -224,7 +258,7 @@ class RunSource:
     def __init__(self, platform: Platform, name: str, clock: Callable[[], float] = time.time) -> None:
         """`platform` knows the job of that name."""
         self._reader = JobReader(platform, name, clock)
-        self._model = RunModel(self._reader.unread)
+        self._model, self._trouble = RunModel(self._reader.unread), ""
 
     def follow_logs(self) -> None:
         """Read the output of workers from now on, in a thread of its own."""
@@ -235,9 +269,19 @@ class RunSource:
         self._reader.read_all(self._model)
 
     def poll(self, limit_s: float = SLICE_S) -> bool:
-        """Read what is new, for at most so long; return whether there is more."""
-        self._reader.update_view()
-        return self._reader.feed(self._model, limit_s)
+        """Read what is new, for at most so long; return whether there is more.
+
+        Raises:
+            RingweaveError: The events are of another format.
+        """
+        try:
+            self._reader.update_view()
+            has_more = self._reader.feed(self._model, limit_s)
+        except OSError as error:
+            self._trouble = f"Its events cannot be read at the moment: {error}."
+            return False
+        self._trouble = ""
+        return has_more
 
     def sections(self) -> dict[str, Any]:
         """Return all sections of the page, as JSON values."""
@@ -248,6 +292,7 @@ class RunSource:
         ]
         rows = sections["events"]["rows"]
         sections["events"]["rows"] = sorted([*job_events, *rows], key=lambda row: row["time_s"])
+        sections["events"]["num"] += len(job_events)
         if not sections["counts"]["events"]:
             sections["left_out"] = [self._missing_log_text()]
             sections["progress"] |= self._node_progress()
@@ -282,14 +327,14 @@ class RunSource:
                     "workers": each.workers,
                     "state": str(each.state),
                     "reason": show_text(each.reason.text) if each.reason else None,
-                    "attempts": len(each.attempts),
+                    "attempts": each.attempts[-1].attempt if each.attempts else 0,
                     "iterations": each.iterations,
                     "loss": each.last_loss,
                 }
                 for each in view.used_nodes
             ],
             "run": view.run,
-            "trouble": self._reader.trouble or None,
+            "trouble": self._reader.trouble or self._trouble or None,
         }
 
     def _missing_log_text(self) -> str:
@@ -318,14 +363,14 @@ class WorkerOutput:
         """Read the output of the job up to its end, or until the platform refuses.
 
         Returns:
-            False if the platform did not answer: then all lines are forgotten.
+            False if the platform did not answer, or a file could not be read: then all lines are forgotten.
         """
         try:
             for line in platform.logs(name, query):
                 add_event(line) if line.is_event else self.add(line)
-        except RingweaveError as error:
+        except (OSError, RingweaveError) as error:
             self._trouble = str(error)
-            if isinstance(error, LaunchError):
+            if isinstance(error, LaunchError | OSError):
                 with self._lock:
                     self._lines, self._counts = {}, {}
                 return False

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -241,6 +241,7 @@ class RingClient:
         *,
         term: int = 0,
         generation_id: Callable[[], tuple[int, int]] | None = None,
+        least_incarnations: Callable[[], Mapping[int, int]] = lambda: {},
         is_monitored: bool = False,
         answer_timeout_s: float = 1800.0,
         reconnect_timeout_s: float = 20.0,
@@ -255,6 +256,7 @@ class RingClient:
             term: Term of the server, if there is only one.
             generation_id: Returns the generation of the ring's membership in which this process represents it; the
                 server refuses representatives of an earlier one. None where rings lose no members.
+            least_incarnations: Returns slot -> least incarnation whose certificate counts; told with the generation.
             is_monitored: No ring waits for this one while the server hears nothing from this client; see
                 `LeaderFinder`.
             answer_timeout_s: Longest time of an answer; a pull also waits for the slowest ring.
@@ -267,7 +269,7 @@ class RingClient:
         self._answer_timeout_s, self._reconnect_timeout_s = answer_timeout_s, reconnect_timeout_s
         self._clock, self._sleep = clock, sleep
         self._num_shards = 0
-        self._generation_id = generation_id
+        self._generation_id, self._least_incarnations = generation_id, least_incarnations
         self._registered_leader: tuple[rpc.RpcClient, tuple[int, int]] | None = None
         """Connection and generation for which the leader of the ring is registered."""
 
@@ -521,10 +523,11 @@ class RingClient:
         def once(client: rpc.RpcClient, term: int) -> CallResultT:
             spoken = (client, self._generation_id()) if self._generation_id else None
             if spoken is not None and spoken != self._registered_leader:
-                client.call(
-                    RegisterRingLeader(term=term, ring=self._ring, generation_id=spoken[1]),
-                    timeout_s=self._answer_timeout_s,
+                least = sorted(self._least_incarnations().items())
+                registration = RegisterRingLeader(
+                    term=term, ring=self._ring, generation_id=spoken[1], least_incarnations=least
                 )
+                client.call(registration, timeout_s=self._answer_timeout_s)
                 self._registered_leader = spoken
             return do(client, term)
 

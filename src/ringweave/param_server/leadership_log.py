@@ -25,6 +25,8 @@ MAX_RECORD_BYTES = 1 << 16
 ANSWER_TIMEOUT_S = 4.0
 """Time for an answer over a socket. An election among the hosts of a run may take longer; then it is asked again."""
 DESCRIPTOR_PREFIX = "fd:"
+MAX_RECORDS = 16
+"""Records that a folder keeps: the newest. Servers ask for the latest, and for what they have appended a moment ago."""
 
 
 class LeadershipLog(Protocol):
@@ -48,7 +50,7 @@ class LeadershipLog(Protocol):
 
 
 class FolderLeadershipLog:
-    """Log in a folder that both servers share; each record is one hard link."""
+    """Log in a folder that both servers share; each record is one hard link, and the newest are kept."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -56,8 +58,8 @@ class FolderLeadershipLog:
 
     def latest(self) -> LeadershipRecord | None:
         try:
-            names = [each.name for each in self._folder.iterdir() if each.match("claim-*.json")]
-            return self._read(self._folder / max(names)) if names else None
+            paths = self._list_records()
+            return self._read(paths[-1]) if paths else None
         except (OSError, ValueError, TypeError, KeyError) as cause:
             raise self._error(cause) from cause
 
@@ -72,9 +74,17 @@ class FolderLeadershipLog:
                 return self._read(path) == record  # written by an earlier attempt with unknown outcome
             finally:
                 partial.unlink(missing_ok=True)
+            paths = self._list_records()
         except (OSError, ValueError, TypeError, KeyError) as cause:
             raise self._error(cause) from cause
-        return True
+        for old in paths[:-MAX_RECORDS]:  # this one among them, if later ones had superseded and removed it before
+            with contextlib.suppress(OSError):
+                old.unlink()
+        return path in paths[-MAX_RECORDS:]
+
+    def _list_records(self) -> list[Path]:
+        """Return the files of records, the latest last."""
+        return sorted(each for each in self._folder.iterdir() if each.match("claim-*.json"))
 
     def _read(self, path: Path) -> LeadershipRecord:
         return _record_from_json(file_io.load_json(path, MAX_RECORD_BYTES))

@@ -71,7 +71,7 @@ class ParameterServerProcess:
             authentication,
             [*self.service.handlers(), *(self.pair.handlers(self.service) if self.pair else ())],
             roles=("worker", "server") if self.pair else ("worker",),
-            is_revoked=self._is_replaced,
+            is_revoked=self.service.ring_sessions.is_revoked,
             write_event=self._log.write if self._log else None,
             on_handler_error=_report_handler_error,
             on_peer_exit=self.service.ring_sessions.note_disconnect,
@@ -105,12 +105,6 @@ class ParameterServerProcess:
             if self._args.snapshots:
                 self._save_snapshot()
         self._report_status(is_last=True)
-
-    def _is_replaced(self, peer: rpc.Identity) -> bool:
-        """Return whether a later process of the same slot has called: the earlier one is expelled from its ring."""
-        slot, _, incarnation = peer.name.partition(".")
-        known = [each.name.partition(".") for each in self.server.traffic_by_peer() if each.role == peer.role]
-        return any(each == slot and int(number or 0) > int(incarnation or 0) for each, _, number in known)
 
     @property
     def _is_leading(self) -> bool:

@@ -223,6 +223,8 @@ class RegisterRingLeader(rpc.RpcMessage):
     term: Count
     ring: Count
     generation_id: tuple[Count, Count]
+    least_incarnations: list[tuple[Count, Count]] = pydantic.Field(default_factory=list)
+    """Slots of the ring, each with the least incarnation whose certificate counts."""
 
 
 class PauseRing(rpc.RpcMessage):

@@ -99,6 +99,9 @@ class RingSessions:
         self._job_access, self._replicator, self._clock = job_access, replicator, clock
         self._silence_detector = RingSilenceDetector(clock())
         self._overdue_since_s: dict[int, float] = {}
+        self._incarnations_lock = threading.Lock()
+        self._least_incarnations: dict[int, int] = {}
+        """Slot -> least incarnation of a worker whose certificate counts."""
 
     def handlers(self) -> list[RpcHandler]:
         return [
@@ -189,7 +192,27 @@ class RingSessions:
         with self._job_access.changed:
             job.leader_fence.register_leader(registration.ring, registration.generation_id, call.peer.name)
             self._job_access.changed.notify_all()  # a previous representative stops waiting
+        for slot, least in registration.least_incarnations:
+            if slot in job.setup.rings[registration.ring]:
+                self._raise_least_incarnation(slot, least)
         return Ack()
+
+    def is_revoked(self, peer: Identity) -> bool:
+        """Return whether a worker's certificate counts no more, and note that this process of its slot has called.
+
+        A later process of the slot has called, or the ring has gone on without this one.
+        """
+        if peer.role != "worker":
+            return False
+        number = peer.name.partition(".")[2]
+        incarnation = int(number) if number.isdecimal() else 0
+        return incarnation < self._raise_least_incarnation(worker_slot(peer.name), incarnation)
+
+    def _raise_least_incarnation(self, slot: int, incarnation: int) -> int:
+        """Raise the least incarnation of a slot to this one, if it is less; return it."""
+        with self._incarnations_lock:
+            least = self._least_incarnations[slot] = max(incarnation, self._least_incarnations.get(slot, 0))
+        return least
 
     def _pause_ring(self, call: RpcCall) -> Ack:
         pause: PauseRing = call.message

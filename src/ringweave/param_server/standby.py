@@ -576,6 +576,8 @@ class ReachabilityMonitor:
                         -1 if ring is None else ring, since_s, is_remote=self._is_remote(address)
                     )
             self._received = received
+            connected = {peer for peer, _ in received}
+            self._last_heard_s = {each: at_s for each, at_s in self._last_heard_s.items() if each in connected}
 
     def reachability(self) -> Reachability:
         with self._lock:

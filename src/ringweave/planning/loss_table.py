@@ -15,7 +15,7 @@ from ringweave.files import file_io
 from ringweave.planning.sites import MIN_INNER_STEPS
 
 FILE = "loss_table.json"
-LOCAL_SETTINGS = ("fragments", "outer_lr", "outer_momentum")
+LOCAL_SETTINGS = ("fragments", "outer_lr", "outer_momentum", "inner_lr_factor")
 """Settings of mode local that are the same in all rows."""
 
 
@@ -39,7 +39,7 @@ class LossTable:
     """Wire format of gradients -> increase."""
     local: Mapping[tuple[int, str, int], LossIncrease]
     """(number of sites, format of outer gradients, inner steps) -> increase, in mode local."""
-    local_settings: Mapping[str, float]
+    local_settings: Mapping[str, float | None]
     """Settings of mode local in all rows, by the names in LOCAL_SETTINGS."""
 
     def of_local(self, num_sites: int, wire: str, inner_steps: int) -> LossIncrease | None:

@@ -8,12 +8,13 @@ the same time.
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from ringweave import units
 from ringweave.errors import TrainingError, explain
 from ringweave.planning import balancing
 from ringweave.planning.balancing import Speed
@@ -23,6 +24,9 @@ Site = tuple[int, ...]
 """Global ranks of a site, in order."""
 _THIN_NIC_RATIO = 0.5
 """A node whose NICs have at most this fraction of the fastest node's rate is a site of its own."""
+MIN_RATE_GAP = 4.0
+"""Least ratio of measured rates inside sites to those between them. Below it, exact modes hide most of an exchange; and
+rates of one kind of link differ by less."""
 FIRST_INNER_STEPS = 16
 """Inner steps of the first rounds, if they are derived: no exchange has been measured yet."""
 MIN_SPLIT_GAIN = 0.05
@@ -31,6 +35,10 @@ MAX_INNER_STEPS = 500
 """Upper limit of derived inner steps: what the authors of DiLoCo (arXiv 2311.08105) have tried."""
 MIN_INNER_STEPS = 16
 """Lower limit of derived inner steps: fewer gain little loss, and links between sites may be paid by the byte."""
+MIN_STEPS_CHANGE = 0.2
+"""Relative change from which derived inner steps are changed."""
+NUM_REMEMBERED = 12
+"""Outer steps whose measurements decide about the next rounds: single ones may be of a step or two."""
 LINK_SHARE = 0.7
 """Share of a round in which the links may carry an exchange, if inner steps are derived: rates vary meanwhile."""
 
@@ -39,12 +47,15 @@ def find_sites(ranks: Sequence[Mapping[str, Any]]) -> tuple[Site, ...]:
     """Return the sites, the first one with rank 0.
 
     With a cluster file, a site is below the nearest switch whose uplink carries less than its nodes send, and a node
-    behind thin NICs is alone. Without a file, or if it tells no nodes apart, each node is a site.
+    behind thin NICs is alone. Without a file, sites are those of `group_nodes_by_rate`. If neither tells nodes apart,
+    each node is a site.
 
     Args:
         ranks: Of each rank: `node`, `rate` (bytes per second of its node's NICs, None without a cluster file) and
-            `uplinks` (switch above it, nearest first -> bytes per second).
+            `uplinks` (switch above it, nearest first -> bytes per second). Of the first one, `measured_sites`: nodes of
+            each site by measured links, if there are such.
     """
+    measured = {node: index for index, site in enumerate(ranks[0].get("measured_sites") or ()) for node in site}
     nodes = {each["node"]: each for each in ranks}
     fastest = max((each["rate"] or 0.0 for each in nodes.values()), default=0.0)
     below: dict[str, float] = {}
@@ -53,6 +64,8 @@ def find_sites(ranks: Sequence[Mapping[str, Any]]) -> tuple[Site, ...]:
             below[switch] = below.get(switch, 0.0) + (each["rate"] or 0.0)
 
     def site_name(rank: Mapping[str, Any]) -> tuple[str, str]:
+        if not rank["rate"] and rank["node"] in measured:
+            return "measured", str(measured[rank["node"]])
         if not rank["rate"] or rank["rate"] <= _THIN_NIC_RATIO * fastest:
             return "node", rank["node"]
         return "switch", next((name for name, rate in rank["uplinks"].items() if rate < below[name]), "")
@@ -64,6 +77,57 @@ def find_sites(ranks: Sequence[Mapping[str, Any]]) -> tuple[Site, ...]:
     for index, name in enumerate(names):
         found.setdefault(name, []).append(index)
     return tuple(map(tuple, found.values()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredSites:
+    """Sites of nodes whose links are much faster than those between them."""
+
+    nodes: tuple[tuple[str, ...], ...]
+    """Nodes of each site."""
+    inside_bytes_per_s: float
+    """Measured: least rate between two nodes of a site."""
+    across_bytes_per_s: float
+    """Measured: highest rate between nodes of two sites."""
+
+    def __str__(self) -> str:
+        inside, across = map(units.show_rate, (self.inside_bytes_per_s, self.across_bytes_per_s))
+        shown = " | ".join(" ".join(site) for site in self.nodes)
+        ratio = self.inside_bytes_per_s / self.across_bytes_per_s
+        return f"sites by measured links: {shown}; {inside} or more inside, {across} or less across, {ratio:.3g} times"
+
+
+def group_nodes_by_rate(nodes: Sequence[str], rate_between: Callable[[str, str], float]) -> MeasuredSites | None:
+    """Return the sites with the widest gap between rates inside and across; None if it is below MIN_RATE_GAP.
+
+    Agglomerates the nodes by single linkage, the fastest links first, and compares the sites after each merge.
+
+    Args:
+        nodes: Names, in order.
+        rate_between: Bytes per second between two nodes, in the slower direction.
+
+    Cost: cubic in the number of nodes.
+    """
+    rates = {(a, b): rate_between(a, b) for a, b in itertools.combinations(nodes, 2)}
+    groups = {node: (node,) for node in nodes}
+    best: MeasuredSites | None = None
+    for _, linked in itertools.groupby(sorted(rates, key=rates.__getitem__, reverse=True), key=rates.__getitem__):
+        for a, b in linked:
+            if groups[a] != groups[b]:
+                merged = tuple(sorted({*groups[a], *groups[b]}, key=nodes.index))
+                groups |= dict.fromkeys(merged, merged)
+        inside = [rate for (a, b), rate in rates.items() if groups[a] == groups[b]]
+        across = [rate for (a, b), rate in rates.items() if groups[a] != groups[b]]
+        if not across:
+            break
+        gap = min(inside) / max(across)
+        if gap >= MIN_RATE_GAP and (best is None or gap > best.inside_bytes_per_s / best.across_bytes_per_s):
+            best = MeasuredSites(
+                nodes=tuple(dict.fromkeys(groups[node] for node in nodes)),
+                inside_bytes_per_s=min(inside),
+                across_bytes_per_s=max(across),
+            )
+    return best
 
 
 def sites_of(named: Sequence[Sequence[int]] | None, ranks: Sequence[Mapping[str, Any]]) -> tuple[Site, ...]:
@@ -112,6 +176,23 @@ class RoundSplit:
     def site_batch_samples(self) -> int:
         """Most samples of an inner step: a train step's, divided by the number of sites."""
         return -(-self.batch_samples // len(self.speeds))
+
+    def inner_lr_factor(self, *, is_scale_invariant: bool) -> float:
+        """Return the factor of learning rates with which the mean of the sites moves as far as one process would.
+
+        The gradient of a site's batch has the square root of the number of sites times the noise of the whole batch's.
+        An optimizer that divides by the size of gradients, as Adam does, moves that much less along their mean, and its
+        noise is smaller by the mean of the sites: a learning rate higher by that root makes up for both. And a site
+        that takes more inner steps has moved further before it counts more in the mean.
+
+        Args:
+            is_scale_invariant: The optimizer's step is the same for gradients of another size.
+
+        Source: the square-root rule of Malladi et al. (arXiv 2205.10287); measured in docs/notebook/2026-11.md.
+        """
+        total, num_sites = math.fsum(self.speeds), len(self.speeds)
+        excess = num_sites * math.fsum((speed / total) ** 2 for speed in self.speeds)
+        return (math.sqrt(num_sites) if is_scale_invariant else 1.0) / excess
 
     def samples_of_sites(self, num_samples: int) -> tuple[int, ...]:
         """Return each site's samples of a round of so many samples."""

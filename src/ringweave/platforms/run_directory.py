@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ringweave import telemetry, topology
-from ringweave.errors import JobError, UnknownJobError, explain
+from ringweave.errors import JobError, RingweaveError, UnknownJobError, explain
 from ringweave.files import file_io
 from ringweave.jobs import records
 from ringweave.jobs.request import JobRequest
 from ringweave.jobs.states import JobState, NodeState, Reason, make_reason
 from ringweave.launcher import run_dir
 from ringweave.launcher.run_dir import RunDir
-from ringweave.platforms import job_logs, submission
+from ringweave.platforms import api, job_logs, submission
 from ringweave.platforms.api import AttemptView, EventView, JobView, LogLine, LogQuery, NodeView, Platform, Submission
 from ringweave.platforms.local import job_folder
 from ringweave.telemetry import Event
@@ -29,6 +29,8 @@ from ringweave.telemetry import Event
 PLATFORM = "runs"
 RUNS_FOLDER = Path("runs")
 """Folder below the current one in which `ringweave run` makes run directories."""
+_MAX_COUNT = 2**31
+"""Numbers in a run.json are below it."""
 _STATES = {
     "running": JobState.RUNNING,
     "done": JobState.SUCCEEDED,
@@ -79,7 +81,15 @@ class RunDirectoryPlatform(Platform):
 
     def jobs(self) -> Sequence[JobView]:
         names = [path.parent.name for path in RUNS_FOLDER.glob("*/run.json")]
-        return sorted((self.job(name) for name in names), key=lambda view: view.created_s)
+        return sorted(map(self._readable_or_not, names), key=lambda view: view.created_s)
+
+    def _readable_or_not(self, name: str) -> JobView:
+        """Return the view of a run; one whose files cannot be read is a failed one, and hides no other."""
+        try:
+            return self.job(name)
+        except (OSError, RingweaveError) as error:
+            reason = Reason(code="Unreadable", text=str(error), hint="Remove the folder if it is of no use")
+            return api.job_view(api.unreadable_job(name, self._requester, 0.0, reason), platform=PLATFORM)
 
     def job(self, name: str) -> JobView:
         return self._view(_require_run_dir(name), name)
@@ -172,7 +182,7 @@ def view_run(directory: RunDir, name: str, requester: str, events: _RunEvents | 
 def _started_s(directory: RunDir, record: Mapping[str, Any]) -> float:
     try:
         return datetime.fromisoformat(record["started"]).timestamp()
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, OverflowError, TypeError, ValueError):
         return directory.run_json.stat().st_mtime
 
 
@@ -235,11 +245,26 @@ def _read_record(directory: RunDir) -> dict[str, Any]:
         record = file_io.load_json(directory.run_json, run_dir.MAX_RUN_JSON_BYTES)
     except (OSError, ValueError):
         record = None
-    if isinstance(record, dict) and record.get("format") == run_dir.RUN_JSON_FORMAT and "world_size" in record:
+    if isinstance(record, dict) and record.get("format") == run_dir.RUN_JSON_FORMAT and _is_record(record):
         return record
     do = "Name the folder of a run of this ringweave"
     what = f"run.json of {directory.root}"
     raise UnknownJobError(explain(what, got="another file", expected="the record of a run", do=do))
+
+
+def _is_record(record: Mapping[str, Any]) -> bool:
+    """Return whether the keys of a run.json that are used here are of the right types; a script may add others."""
+    try:
+        nodes = [(each["name"], each["workers"]) for each in record["cluster"]["nodes"]]
+        texts = [name for name, _ in nodes] + [record.get(key) or "" for key in ("outcome", "mode", "cause")]
+        counts = [count for _, each in nodes for count in (each if isinstance(each, list) else [each])]
+        numbers = [record["world_size"], record.get("attempt", 1), *counts]
+        wall_s = record.get("wall_s") or 0.0
+    except (KeyError, TypeError):
+        return False
+    are_counts = all(type(each) is int and 0 <= each < _MAX_COUNT for each in numbers)
+    is_time = type(wall_s) in (int, float) and 0 <= wall_s < _MAX_COUNT
+    return are_counts and is_time and all(isinstance(each, str) for each in texts)
 
 
 def _require_run_dir(name: str) -> RunDir:

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ringweave import ports, relayed_address
@@ -154,6 +154,8 @@ class PeerSession:
         """The server knows of its end; calls may still be in progress."""
         self.has_closed_gracefully = False
         """The peer has closed gracefully."""
+        self.is_cut_off = False
+        """Its certificate counts no more."""
         self._handlers = handlers
         self._budget = budget
         self._on_handler_error = on_handler_error
@@ -179,7 +181,7 @@ class PeerSession:
             while self._handle_frame(self.channel.receive_head()):
                 pass
         except ConnectionLostError:
-            if not self._is_closing:
+            if not (self._is_closing or self.is_cut_off):
                 raise
         except RpcError as error:
             handshake.send_refusal(self.channel, error)
@@ -197,6 +199,12 @@ class PeerSession:
         self.wait_idle(timeout_s)
         with contextlib.suppress(RpcError):
             self.channel.send(FrameKind.BYE, timeout_s=_BYE_TIMEOUT_S)
+        self.channel.abort()
+
+    def cut_off(self, reason: RpcError) -> None:
+        """Take no more calls, tell the peer why if it listens, and cut the connection; from any thread."""
+        self._is_closing = True
+        handshake.send_refusal(self.channel, reason)
         self.channel.abort()
 
     def wait_idle(self, timeout_s: float) -> bool:
@@ -370,7 +378,8 @@ def _checked_buffers(buffers: Sequence[memoryview], sizes: tuple[int, ...]) -> S
 
 _LISTEN_BACKLOG = 1024
 _DEADLINE_CHECK_S = 0.5
-"""Interval at which the accepting thread looks for connections that take too long to authenticate."""
+"""Interval at which the accepting thread looks for connections that take too long to authenticate, or whose
+certificates count no more."""
 _HANDSHAKE_STEPS = 3
 """Steps that a peer may take `handshake_s` for: TLS, its hello, and the reading of the welcome."""
 
@@ -401,7 +410,8 @@ class RpcServer:
         handlers: Handlers of the kinds of messages.
         limits: Limits of a peer; None means `RpcLimits()`.
         roles: Admitted roles; empty means every process of the job.
-        is_revoked: Whether a process's certificate counts no more, since it was expelled from the job.
+        is_revoked: Whether a process's certificate counts no more, since it was expelled from the job. It is refused
+            then, and the connections that it has are cut.
         write_event: Writes events, `EventLog.write`; None writes nothing.
         on_handler_error: Receives unexpected exceptions in handlers; None drops them.
         on_peer_exit: Receives a peer whose last connection its own kernel closed abruptly, as at the end of its
@@ -417,7 +427,7 @@ class RpcServer:
         *,
         limits: RpcLimits | None = None,
         roles: Collection[str] = (),
-        is_revoked: Callable[[Identity], bool] = lambda peer: False,
+        is_revoked: Callable[[Identity], bool] | None = None,
         write_event: EventWriter | None = None,
         on_handler_error: Callable[[Identity, str, Exception], None] | None = None,
         on_peer_exit: Callable[[Identity], object] | None = None,
@@ -436,7 +446,7 @@ class RpcServer:
         self._sessions: dict[PeerSession, str] = {}
         self._max_peers: dict[str, int] = {}
         self._past_traffic: dict[Identity, ConnectionTraffic] = {}
-        """Traffic of connections that have ended."""
+        """Traffic of connections that have ended, of all processes of a slot together."""
         self._threads: set[threading.Thread] = set()
         self._limiter = ConnectionLimiter(_accept_limits(self.limits), on_refusal=self._record_flood)
         self._listener: socket.socket | None = None
@@ -493,7 +503,10 @@ class RpcServer:
             self._max_peers[role] = self._num_connected(role)
 
     def traffic_by_peer(self) -> dict[Identity, ConnectionTraffic]:
-        """Return the traffic of each peer so far, over all its connections, including those that have ended."""
+        """Return the traffic of each peer so far, over all its connections, including those that have ended.
+
+        Those that have ended count for the slot of the peer: its name up to the first dot.
+        """
         with self._lock:
             traffic = dict(self._past_traffic)
             for session in self._sessions:
@@ -533,7 +546,11 @@ class RpcServer:
 
     def _accept(self, listener: socket.socket) -> None:
         listener.settimeout(_DEADLINE_CHECK_S)
+        checked_s = time.monotonic()
         while not self._closing.is_set():
+            if time.monotonic() - checked_s >= _DEADLINE_CHECK_S:
+                checked_s = time.monotonic()
+                self._cut_revoked()
             try:
                 accepted = self._limiter.accept(listener)
             except OSError:
@@ -577,16 +594,16 @@ class RpcServer:
         finally:
             with self._lock:
                 self._sessions.pop(session, None)
-                self._past_traffic[session.peer] = (
-                    self._past_traffic.get(session.peer, ConnectionTraffic()) + session.channel.traffic
-                )
+                slot = replace(session.peer, name=session.peer.name.partition(".")[0])
+                past = self._past_traffic.get(slot, ConnectionTraffic())
+                self._past_traffic[slot] = past + session.channel.traffic
 
     def _report_end(self, session: PeerSession) -> None:
         """Report the loss of a peer if that was its last connection."""
         with self._lock:
             session.has_ended = True
             has_others = any(other.peer == session.peer and not other.has_ended for other in self._sessions)
-        if not (session.has_closed_gracefully or has_others or self._closing.is_set()):
+        if not (session.has_closed_gracefully or session.is_cut_off or has_others or self._closing.is_set()):
             (self._on_peer_exit if session.channel.is_closed_by_peer else self._on_peer_lost)(session.peer)
 
     def _num_connected(self, role: str) -> int:
@@ -597,7 +614,7 @@ class RpcServer:
         where = f"{address[0]}:{address[1]}"
         configure_keepalive(raw, self.limits.patience_s)
         channel, peer = handshake.accept_handshake(
-            raw, where, self._authentication, self.limits, self._roles, self._is_revoked
+            raw, where, self._authentication, self.limits, self._roles, self._is_revoked or (lambda peer: False)
         )
         session = PeerSession(
             channel,
@@ -619,7 +636,22 @@ class RpcServer:
             raise error
         if self._closing.is_set():
             channel.abort()
+        self._cut_revoked()  # this one may have taken the place of another process
         return session
+
+    def _cut_revoked(self) -> None:
+        """Cut the connections of peers whose certificates count no more."""
+        if self._is_revoked is None:
+            return
+        with self._lock:
+            sessions = [each for each in self._sessions.items() if not (each[0].is_cut_off or each[0].has_ended)]
+        for session, where in sessions:
+            if self._is_revoked(session.peer):
+                session.is_cut_off = True
+                error = TurnedAwayError("revoked", handshake.revoked_text(session.peer))
+                host, _, port = where.rpartition(":")
+                self._record_refusal(error, (host, int(port)))
+                self._spawn(session.cut_off, error)
 
     def _record_refusal(self, error: RpcError | OSError, address: tuple[str, int]) -> None:
         if self._closing.is_set():

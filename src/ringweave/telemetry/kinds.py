@@ -75,10 +75,7 @@ FAULT_KINDS: Mapping[str, EventKind] = {
     "train_step_done": EventKind(
         meaning="The optimizer of a worker has made a step, under `ringweave chaos`.",
         written_by="worker",
-        fields={
-            "rank": RANK_FIELD,
-            "steps_since_start": "steps that it has made since its process began",
-        },
+        fields={"rank": RANK_FIELD, "steps_since_start": "steps that it has made since its process began"},
     ),
     "fault_begun": EventKind(
         meaning="Chaos injected a fault.",
@@ -182,6 +179,7 @@ RING_KINDS: Mapping[str, EventKind] = {
             "rank": RANK_FIELD,
             "sites": "ranks of each site; the first rank of each is its leader",
             "inner_steps": "train steps of the first round",
+            "inner_lr_factor": "factor of the script's learning rates in steps of a site of that round",
         },
     ),
     "outer_step": EventKind(

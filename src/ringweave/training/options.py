@@ -50,7 +50,8 @@ class Asynchronous:
 
 
 ELASTIC_INNER_STEPS = 64
-"""Inner steps of mode local in an elastic job, if none are set: its exchanges are exact, so they are to be rare."""
+"""Inner steps of mode local in an elastic job until its first exchange, if none are set: exchanges are exact, so they
+are to be rare."""
 ELASTIC_SITES = "in an elastic job sites exchange through a parameter server: means, exact, each site at its own time"
 
 
@@ -74,11 +75,17 @@ class Local:
     outer_lr: float = 0.7
     """Learning rate of the outer optimizer. With 1 and no momentum an outer step is the mean of the sites' parameters.
     """
-    outer_momentum: float = 0.5
-    """Nesterov momentum of the outer optimizer; 0 to below 1. DiLoCo's 0.9 overshoots in a training of some hundred
-    steps, by 11 % of the loss (docs/decisions/0043-low-communication-training.md)."""
+    outer_momentum: float = 0.3
+    """Nesterov momentum of the outer optimizer; 0 to below 1. With 0.7 and 0.3 outer steps add up to the mean of the
+    sites. DiLoCo's 0.9 overshoots in a training of some hundred steps, by 11 % of the loss
+    (docs/decisions/0043-low-communication-training.md)."""
+    inner_lr_factor: float | None = None
+    """Factor of the script's learning rates in steps of a site, whose batch is a part of the script's. None: the square
+    root of the number of sites for an optimizer that divides by the size of gradients, such as Adam, and 1 for others
+    (arXiv 2205.10287; measured in docs/notebook/2026-11.md)."""
     sites: Sequence[Sequence[int]] | None = None
-    """Ranks of each site; None means those of the cluster file, and without one, one site per node."""
+    """Ranks of each site; None means those of the cluster file, and without one those of measured links: nodes with at
+    least four times the rate between them that they have to others. If nothing tells nodes apart, each is a site."""
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
@@ -99,7 +106,13 @@ class Local:
                 "outer_momentum",
                 is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1,
                 "0 to below 1",
-                "for 0.5",
+                "for 0.3",
+            ),
+            (
+                "inner_lr_factor",
+                self.inner_lr_factor is None or (is_number(self.inner_lr_factor) and self.inner_lr_factor > 0),
+                "more than 0",
+                "to derive it",
             ),
         ]
         for name, is_valid, expected, do in rules:

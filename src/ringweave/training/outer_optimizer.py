@@ -7,15 +7,20 @@ Source: Douillard et al., "DiLoCo" (arXiv 2311.08105) and "Streaming DiLoCo with
 (arXiv 2501.18512); error feedback as in SparseLoCo (arXiv 2603.08163).
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ringweave.planning import sites
 from ringweave.training.options import Local
 from ringweave.training.outer_formats import OuterFormat
+
+_NUM_TRIED_STEPS = 8
+"""RAdam begins with five steps of another kind."""
 
 
 class OuterGradient:
@@ -160,6 +165,52 @@ class OuterOptimizer:
         groups = self._optimizer.state_dict()["param_groups"]
         buffers = {index: {"momentum_buffer": each} for index, each in enumerate(state["momentum"]) if each is not None}
         self._optimizer.load_state_dict({"state": buffers, "param_groups": groups})
+
+
+def is_scale_invariant(optimizer: Optimizer) -> bool:
+    """Return whether its steps are about the same for gradients four times as large, as Adam's are and SGD's are not.
+
+    False for an optimizer of which no second one can be made from its defaults to try it.
+    """
+    accepted = inspect.signature(type(optimizer)).parameters
+    defaults, moved = {name: each for name, each in optimizer.defaults.items() if name in accepted}, list[float]()
+    for size in (1.0, 4.0):
+        tried, before = nn.Parameter(torch.zeros(2, 2)), 0.0
+        tried.grad = torch.full_like(tried, size)
+        try:
+            other = type(optimizer)([tried], **defaults)
+            for _ in range(_NUM_TRIED_STEPS):
+                before = float(tried.detach().abs().max())
+                other.step()
+        except (TypeError, ValueError, RuntimeError):
+            return False
+        moved.append(float(tried.detach().abs().max()) - before)
+    return 0 < moved[1] < 2 * moved[0]
+
+
+def scale_learning_rates(optimizer: Optimizer, factor: Callable[[], float]) -> None:
+    """Multiply the learning rates during each step of the optimizer; the script and its schedulers see their own.
+
+    Decoupled weight decay stays as strong as it was.
+    """
+    own: list[dict[str, Any]] = []
+
+    def restore(*_: object) -> None:
+        for group, values in zip(optimizer.param_groups, own, strict=False):
+            group.update(values)
+        own.clear()
+
+    def scale(*_: object) -> None:
+        restore()  # the step before may have raised an error
+        for group in optimizer.param_groups:
+            scaled = {"lr": group["lr"] * factor()}
+            if group.get("decoupled_weight_decay"):
+                scaled["weight_decay"] = group["weight_decay"] / factor()
+            own.append({name: group[name] for name in scaled})
+            group.update(scaled)
+
+    optimizer.register_step_pre_hook(scale)
+    optimizer.register_step_post_hook(restore)
 
 
 def _copy_precise(parameter: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from ringweave.errors import TrainingError, explain
 from ringweave.planning import balancing
 from ringweave.planning.balancing import SampleAccount
 from ringweave.planning.balancing.epochs import Indices
-from ringweave.planning.sites import FIRST_INNER_STEPS, RoundSplit, Site, SiteOrder
+from ringweave.planning.sites import FIRST_INNER_STEPS, MIN_STEPS_CHANGE, NUM_REMEMBERED, RoundSplit, Site, SiteOrder
 from ringweave.training.balancer import ShareBalancer
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.data import order
@@ -42,11 +42,6 @@ from ringweave.training.options import Local
 from ringweave.training.outer_formats import OuterFormat
 from ringweave.training.outer_optimizer import OuterGradient, OuterOptimizer
 from ringweave.training.timing import StepTimer
-
-_MIN_CHANGE = 0.2
-"""Relative change from which derived inner steps are changed."""
-_NUM_REMEMBERED = 12
-"""Outer steps whose measurements decide about the next rounds: single ones may be of a step or two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -402,7 +397,7 @@ class RoundControl:
         self._step_s: list[float] = []
         self._step_began_s = 0.0
         self._is_of_all = False
-        self._recent: deque[Sequence[SiteReport]] = deque(maxlen=_NUM_REMEMBERED)
+        self._recent: deque[Sequence[SiteReport]] = deque(maxlen=NUM_REMEMBERED)
 
     def begin_inner_step(self) -> None:
         """Begin an inner step: from here on, this site computes."""
@@ -487,7 +482,7 @@ class RoundControl:
         blocked_s = statistics.median(max(each.blocked_s for each in reports) for reports in self._recent)
         step_s = max(computing_s) / (sum(samples) / self.split.batch_samples)
         share = self._settings.computing_share
-        self.split = self.split.fitted(step_s, statistics.median(exchanges_s), blocked_s, share, _MIN_CHANGE)
+        self.split = self.split.fitted(step_s, statistics.median(exchanges_s), blocked_s, share, MIN_STEPS_CHANGE)
 
     def state_dict(self) -> dict[str, Any]:
         return {

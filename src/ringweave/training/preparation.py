@@ -26,7 +26,8 @@ from ringweave.planning import balancing, sites
 from ringweave.planning.balancing import Speed
 from ringweave.planning.loss_table import load_loss_table
 from ringweave.planning.mode_forecast import Ring
-from ringweave.training import collectives, gradients, options, outer_steps, speed_test, timing
+from ringweave.planning.sites import MeasuredSites
+from ringweave.training import collectives, gradients, options, outer_optimizer, outer_steps, speed_test, timing
 from ringweave.training.balancer import ShareBalancer
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.data import order
@@ -35,6 +36,7 @@ from ringweave.training.data.sources import OrderSource, StaticMembership
 from ringweave.training.elastic import ddp as elastic_ddp
 from ringweave.training.elastic import member_process
 from ringweave.training.elastic.elastic_membership import ElasticMembership, check_elastic_data
+from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.training_state import IncompleteStep
 from ringweave.training.gradients import GradientReducer, SampleWeights
 from ringweave.training.memory import memory_guard, meters
@@ -45,7 +47,7 @@ from ringweave.training.outer_optimizer import OuterOptimizer
 from ringweave.training.outer_steps import RoundControl, SiteExchange, SiteMembership, SiteSource
 from ringweave.training.recorder import Recorder, StepRecorder
 from ringweave.training.rings import server_job, startup_rendezvous
-from ringweave.training.rings.elastic_ring import ElasticRing
+from ringweave.training.rings.elastic_ring import AssignedMember, ElasticRing
 from ringweave.training.rings.ring_formation import RingShares, relative_speeds
 from ringweave.training.rings.ring_worker import ParameterServerOptimizer
 from ringweave.training.rings.shard_source import ShardSource
@@ -214,9 +216,11 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
         recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=shares)
     weights = SampleWeights(num_ranks=1, is_mean=script.is_mean)
     parallel = elastic_ddp.wrap_elastic_ddp(script.model, script.ddp, session, weights, timer)
-    meter = meters.find_meter(parallel.module)
-    memory_guard.guard_memory(script, parallel, weights, environment, meter, trainer.set_memory)
+    memory_guard.guard_memory(
+        script, parallel, weights, environment, meters.find_meter(parallel.module), trainer.set_memory
+    )
     incomplete = IncompleteStep(script.optimizer, script.extra_state, lambda: bool(trainer.accounting.missing))
+    _scale_elastic_rates(script, mode, assigned, session)
     optimizer, source = script.optimizer, None
     if member.exchange is None or member.worker is None:
         timing.attach_timer(timer, parallel, optimizer)
@@ -264,6 +268,8 @@ def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
         script, mode, reason, rings = _choose_within_bound(script, (mode, reason, rings), reports, is_open=is_open)
     if mode == modes.LOCAL:
         all_sites = sites.sites_of(script.local.sites, reports)
+        if script.local.sites is None and "measured_sites_text" in reports[0]:
+            reason += f"; {reports[0]['measured_sites_text']}"
         if len(all_sites) > 1:
             recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=())
             exchange = exchange or SiteExchange(all_sites, rank)
@@ -405,7 +411,25 @@ def _describe_for_sites(script: Script, environment: WorkerEnvironment, *, is_ne
     if not is_needed:
         return {"local": ""}
     node = group_info.locate_process(environment, os.environ).node
-    return {"local": str(script.local), "node": node, "values": outer_steps.describe_values(script.model)}
+    found = _find_measured_sites(environment)
+    measured = {"measured_sites": found.nodes, "measured_sites_text": str(found)} if found is not None else {}
+    return {"local": str(script.local), "node": node, "values": outer_steps.describe_values(script.model), **measured}
+
+
+def _find_measured_sites(environment: WorkerEnvironment) -> MeasuredSites | None:
+    """Return the sites by probed links; None on all ranks but the first, and where a cluster file describes links."""
+    group = dist.group.WORLD
+    if not isinstance(group, RingweaveProcessGroup) or group.measured_network is None:
+        return None
+    if environment.cluster_path is not None:
+        return None
+    cluster, rates = group.measured_network.cluster(), group.measured_network.link_rates
+    names = list(dict.fromkeys(each.location.node for each in group.members.ranks))
+
+    def rate_between(a: str, b: str) -> float:
+        return min(rates[link] for link in (*cluster.route(a, b), *cluster.route(b, a)))
+
+    return sites.group_nodes_by_rate(names, rate_between)
 
 
 def _prepare_sites(
@@ -428,7 +452,6 @@ def _prepare_sites(
     site_reports, num_samples = [reports[rank] for rank in exchange.site], rounds.split.site_batch_samples
     balancer = _make_balancer(site_reports, modes.LOCAL, timer, site_control, recorder, batch_samples=num_samples)
     weights = SampleWeights(num_ranks=len(exchange.site), is_mean=script.is_mean)
-    recorder.sites_formed(exchange.sites, rounds.split.inner_steps)
     reducer = GradientReducer(process_group=exchange.site_group, timer=timer, wire=script.wire)
     parallel = gradients.wrap_ddp(script.model, weights, reducer, script.ddp)
     timing.attach_timer(timer, parallel, script.optimizer)
@@ -436,9 +459,39 @@ def _prepare_sites(
     memory_guard.guard_memory(script, parallel, weights, environment, meter, balancer.set_memory)
     weight = BatchWeight(script.weight, site_control) if callable(script.weight) else script.sample_weights
     outer = OuterOptimizer(parallel.module, script.local, rounds.split.fragments)
+    factor = _scale_inner_rates(
+        script, lambda is_invariant: rounds.split.inner_lr_factor(is_scale_invariant=is_invariant)
+    )
+    recorder.sites_formed(exchange.sites, rounds.split.inner_steps, factor())
     membership = SiteMembership(control, balancer, timer, recorder.epoch_accounted, outer, rounds=rounds)
     source = SiteSource(script.loader, script.spec, reports[0]["seed"], membership)
     return parallel, script.optimizer, SharedLoader(script.loader, source, weights, timer, weight)
+
+
+def _scale_elastic_rates(script: Script, mode: str, assigned: AssignedMember | None, session: ElasticSession) -> None:
+    """Scale the learning rates of mode local in an elastic job, by the present members' part of a batch."""
+    if mode != modes.LOCAL or assigned is None:
+        return
+
+    def factor(is_invariant: bool) -> float:
+        own_samples = assigned.assignment.shard_samples(session.membership.members)
+        return math.sqrt(script.spec.batch_samples / max(1, own_samples)) if is_invariant else 1.0
+
+    _scale_inner_rates(script, factor)
+
+
+def _scale_inner_rates(script: Script, derive: Callable[[bool], float]) -> Callable[[], float]:
+    """Scale the learning rates of a site's steps, whose batches are smaller than the script's; return the factor.
+
+    `derive` returns the factor for an optimizer whose steps do not depend on the size of gradients, or do.
+    """
+    given, is_invariant = script.local.inner_lr_factor, outer_optimizer.is_scale_invariant(script.optimizer)
+
+    def factor() -> float:
+        return derive(is_invariant) if given is None else given
+
+    outer_optimizer.scale_learning_rates(script.optimizer, factor)
+    return factor
 
 
 def _make_balancer(

@@ -67,11 +67,13 @@ class Recorder:
                 "rings_formed", rank=0, rings=[list(ring) for ring in rings], most_staleness_versions=most_versions
             )
 
-    def sites_formed(self, sites: Sequence[Sequence[int]], inner_steps: int) -> None:
+    def sites_formed(self, sites: Sequence[Sequence[int]], inner_steps: int, inner_lr_factor: float) -> None:
         """Record that training begins in sites."""
-        self._log_info("sites %s; the first round has %d inner steps", [list(site) for site in sites], inner_steps)
+        ranks, factor = [list(site) for site in sites], round(inner_lr_factor, 4)
+        text = "sites %s; the first round has %d inner steps, with %g times the script's learning rates"
+        self._log_info(text, ranks, inner_steps, factor)
         if self._log:
-            self._log.write("sites_formed", rank=0, sites=[list(site) for site in sites], inner_steps=inner_steps)
+            self._log.write("sites_formed", rank=0, sites=ranks, inner_steps=inner_steps, inner_lr_factor=factor)
 
     def outer_step_done(self, done: "OuterStep") -> None:
         """Record an outer step."""

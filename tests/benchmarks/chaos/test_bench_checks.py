@@ -208,7 +208,7 @@ def test_each_kill_follows_one_of_the_coordinator(lab_jobs: ModuleType) -> None:
     takeovers = [{"taken_over_s": 0.4}] * 5 + [{"taken_over_s": None}]
     told = said(faults=6, takeovers=takeovers, taken_over_p95_s=3.2, takeover_stall_p95_s=0.5)
     told |= {"each": [{"stall_s": 0.4}] * 5 + [{"stall_s": None}]}
-    assert bench.missed(told, 6, of_coordinators=True) == [
+    assert bench.missed(told, 6, bench.BAR_S, of_coordinators=True) == [
         "5 stalls are known, not 6",
         "5 coordinators were replaced, not 6",
         "fail-over, p95 in s: 3.2, the bar is 3",

@@ -1,5 +1,6 @@
 """What the benches of faults demand, by results made up: good ones pass, and each bad one is said."""
 
+import argparse
 import importlib
 import itertools
 from collections.abc import Callable
@@ -184,17 +185,20 @@ def test_a_state_that_differs_in_a_moment_of_the_optimizer_is_not_alike(bench: C
     assert not joining.is_alike(two, other)
 
 
-@pytest.mark.parametrize(("goodput", "every_s", "good"), [(0.95, 60.0, True), (0.94, 60.0, False), (0.88, 15.0, True)])
+@pytest.mark.parametrize(
+    ("goodput", "every_s", "spares", "is_good"),
+    [(0.95, 60.0, 0, True), (0.94, 60.0, 0, False), (0.97, 15.0, 0, True), (0.975, 15.0, 1, False)],
+)
 def test_goodput_is_held_against_the_bar_of_its_interval(
-    bench: Callable[[str], ModuleType], goodput: float, every_s: float, good: bool
+    bench: Callable[[str], ModuleType], goodput: float, every_s: float, spares: int, is_good: bool
 ) -> None:
     of_goodput = bench("goodput")
-    assert (of_goodput.missed(said(), goodput, every_s) == []) is good
-    bar = of_goodput.BARS[every_s]
-    unknown = of_goodput.missed(said(), None, every_s)
+    bar = of_goodput.bar_of(argparse.Namespace(every=every_s, spares=spares))
+    assert (of_goodput.missed(said(), goodput, bar) == []) is is_good
+    unknown = of_goodput.missed(said(), None, bar)
     assert unknown == [f"goodput: None, the bar is {bar}"], "what could not be measured is not good"
-    assert of_goodput.missed(said(**BAD), 1.0, every_s) == WORDS
-    assert of_goodput.missed(said(begun=0), 1.0, every_s) == ["nothing was killed"]
+    assert of_goodput.missed(said(**BAD), 1.0, bar) == WORDS
+    assert of_goodput.missed(said(begun=0), 1.0, bar) == ["nothing was killed"]
 
 
 def test_steps_that_are_not_there_have_no_length(bench: Callable[[str], ModuleType]) -> None:

@@ -15,7 +15,7 @@ from ringweave.jobs.worker_options import RankOrder, WorkerOptions, assign_ranks
 from ringweave.launcher.outcome import WorkerFailure
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import HostPort, WorkerExit, WorkerProgram
-from ringweave.platforms.agent import agent_channel, job_config, node_round
+from ringweave.platforms.agent import agent, agent_channel, job_config, node_round
 from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig, RendezvousResult
 from ringweave.platforms.agent.node_round import NodeProgress, ProgressReader
@@ -278,6 +278,18 @@ def back(member: str) -> dict[str, object]:
 FINISHED = "it has finished"
 
 
+def test_of_a_slot_that_dies_again_and_again_the_newest_members_are_told(tmp_path: Path) -> None:
+    results = ProgressReader(tmp_path / "events.jsonl")
+    for number in range(1, 300):
+        name = f"1.{number}"
+        events = [epoch(2 * number, "0.0", name), lost(name), epoch(2 * number + 1, "0.0")]
+        with (tmp_path / "events.jsonl").open("a") as file:
+            file.write("".join(json.dumps(event) + "\n" for event in events))
+    assert results.read() == NodeProgress(
+        generation=(1, 599), evicted=tuple(f"1.{number}" for number in range(292, 300))
+    )
+
+
 def test_rings_have_memberships_of_their_own(tmp_path: Path) -> None:
     results = ProgressReader(tmp_path / "events.jsonl")
     first = [epoch(1, "0.0", "1.0") | {"part": "ring 0"}, epoch(1, "2.0", "3.0") | {"part": "ring 1"}]
@@ -311,3 +323,27 @@ def test_who_is_no_member_any_more_is_read_from_what_the_coordinator_notes(
     assert results.read() == NodeProgress()
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     assert results.read() == NodeProgress(generation=newest, evicted=out)
+
+
+def test_of_a_node_that_begins_again_and_again_the_last_rounds_are_kept(tmp_path: Path) -> None:
+    node, other = tmp_path / "n0", tmp_path / "n1" / "1" / "round-1"
+    other.mkdir(parents=True)
+    for round_ in range(1, 101):
+        home = node / str(1 + round_ // 2)
+        (home / f"round-{round_}" / "logs").mkdir(parents=True)
+        (home / "agent.log").touch()
+        (home / "round-of-somebody").mkdir(exist_ok=True)
+        agent.remove_old_rounds(home)
+    kept = {int(path.name.removeprefix("round-")) for path in node.glob("*/round-[0-9]*")}
+    assert kept == set(range(101 - agent.MAX_ROUNDS, 101))
+    assert len(list(node.iterdir())) == agent.MAX_ROUNDS
+    assert other.exists()
+
+
+def test_a_home_without_a_number_has_no_others_beside_it(tmp_path: Path) -> None:
+    for folder in ("home", "1"):
+        for round_ in range(30):
+            (tmp_path / folder / f"round-{round_}").mkdir(parents=True)
+    agent.remove_old_rounds(tmp_path / "home")
+    assert len(list((tmp_path / "home").iterdir())) == agent.MAX_ROUNDS
+    assert len(list((tmp_path / "1").iterdir())) == 30

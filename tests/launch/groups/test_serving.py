@@ -280,3 +280,10 @@ def test_connections_are_counted_where_the_process_is() -> None:
                 assert count_established(os.getpid(), port) == 1
                 assert client.getpeername()[1] == port
     assert count_established(2**30, port) == 0
+
+
+def test_leadership_logs_of_earlier_rounds_are_removed(tmp_path: Path) -> None:
+    agent_channel = channel(tmp_path)
+    for round_ in range(1, 10):
+        agent_channel.leadership_log(round_)
+    assert sorted(each.name for each in (tmp_path / "claims").iterdir()) == ["round-8", "round-9"]

@@ -1,9 +1,11 @@
+import pickle
 from dataclasses import replace
 
 import pytest
 
 from ringweave import rpc
 from ringweave.membership import membership_records
+from ringweave.membership.election import Rejoin
 from ringweave.membership.failure_detector import FailureDetector
 from ringweave.membership.member_rules import (
     BeginGeneration,
@@ -375,3 +377,27 @@ def test_a_result_that_all_who_are_left_have_counts_for_one_who_is_gone_may_have
         other = replace(membership, statuses=tuple(others))
         assert other.last_committed == 5, "nobody can have it"
         assert resolve_reduction(whole[0], other) == "repeat"
+
+
+def test_2000_deaths_take_no_more_memory_than_100_and_the_dead_stay_evicted() -> None:
+    table, sizes = Table(2), []
+    table.begin("0.0", "1.0")
+    for number in range(2000):
+        table.coordinator.note_process_exit(f"1.{number}", table.now_s)
+        table.report_status(holder("0.0"))
+        table.coordinator.join(f"1.{number + 1}", table.now_s)
+        table.report_status(holder("0.0"), MemberStatus(member=f"1.{number + 1}"))
+        if number in (100, 1999):
+            sizes.append(len(pickle.dumps(table.coordinator)))
+    assert table.coordinator.membership is not None
+    assert table.coordinator.membership.members == ("0.0", "1.2000")
+    assert sizes[1] < sizes[0] + 100 < 10_000
+    for dead in ("1.0", "1.17", "1.1991", "1.1992", "1.1999"):
+        assert table.coordinator.directive_for(dead).is_evicted, dead
+        assert table.coordinator.knows_member(dead)
+        table.coordinator.join(dead, table.now_s)
+        assert dead not in table.coordinator.present
+        earlier = Membership(generation_id=(1, 2), statuses=(holder("0.0"), holder(dead)))
+        table.coordinator.rejoin(Rejoin(status=holder(dead), membership=earlier), table.now_s)
+        assert table.coordinator.directive_for(dead).is_evicted
+    assert table.coordinator.membership.members == ("0.0", "1.2000")

@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import pytest
 
@@ -11,9 +12,14 @@ from ringweave.errors import RemoteError
 from ringweave.membership.coordinator import Coordinator
 from ringweave.membership.election import Rejoin
 from ringweave.membership.failure_detector import Heartbeat
-from ringweave.membership.membership_records import Membership, MemberStatus
+from ringweave.membership.membership_records import KEPT_INCARNATIONS, Membership, MemberStatus
 from ringweave.membership.messages import HeartbeatReport, Join, MembershipWatch, StatusReport, WatchUpdate
-from ringweave.membership.service import CoordinatorService, OtherCoordinatorPoller
+from ringweave.membership.service import (
+    CoordinatorListener,
+    CoordinatorService,
+    OtherCoordinatorPoller,
+    make_coordinator_set,
+)
 from ringweave.membership.settings import MemberBounds, MembershipSettings
 from ringweave.rpc import RpcCall
 from tests.fakes.elastic_job import InProcessCoordinator, fixed_timeout_policy
@@ -150,3 +156,23 @@ def test_a_coordinator_that_takes_over_looks_for_who_has_not_come_and_gives_up_w
     assert sought == [{"2.0": "10.0.0.2 4711"}]
     assert coordinator.membership is not None
     assert coordinator.membership.members == ("0.0", "1.0", "2.0")[: 3 if is_found else 2]
+
+
+def test_of_a_slot_with_many_deaths_the_newest_members_are_remembered() -> None:
+    job: Any = make_coordinator_set(settings(), index=0, is_standby=False, listener=CoordinatorListener())
+    handlers = {each.message: each.handle for each in job.handlers()}
+
+    def ask(name: str, message: rpc.RpcMessage) -> Any:
+        peer = rpc.Identity(job="job", role="worker", name=name)
+        return handlers[type(message)](RpcCall(peer=peer, message=message, buffers=(), deadline_s=math.inf))
+
+    ask("0.0", Join())
+    for number in range(200):
+        ask(f"1.{number}", Join())
+        told = ask(f"1.{number}", MembershipWatch(revision=0))
+        assert told.is_active
+    assert len(job._part_of) == 1 + KEPT_INCARNATIONS
+    assert len(job.services()[0][1]._directives) <= KEPT_INCARNATIONS
+    for dead in ("1.3", "1.198"):
+        told = ask(dead, MembershipWatch(revision=0))
+        assert (told.is_active, told.directive.is_evicted) == (True, True), dead

@@ -131,7 +131,9 @@ def test_who_represents_a_ring_says_so_to_each_server_and_in_each_epoch():
 
     servers, generation_ids = iter([Server(True), Server(False)]), [(1, 1)]
     connect = cast("Callable[[], rpc.RpcClient]", lambda: next(servers))
-    client = RingClient([connect], 2, generation_id=lambda: generation_ids[-1], sleep=lambda _: None)
+    client = RingClient(
+        [connect], 2, generation_id=lambda: generation_ids[-1], least_incarnations=lambda: {4: 2}, sleep=lambda _: None
+    )
     client.pause_ring()
     client.leave_ring(is_for_good=False)
     client.leave_ring(is_for_good=False)
@@ -139,3 +141,5 @@ def test_who_represents_a_ring_says_so_to_each_server_and_in_each_epoch():
     client.leave_ring(is_for_good=False)
     kinds = [each.generation_id if isinstance(each, RegisterRingLeader) else type(each).__name__ for each in said]
     assert kinds == ["PauseRing", (1, 1), "LeaveRing", (1, 1), "LeaveRing", "LeaveRing", (1, 2), "LeaveRing"]
+    told = [each.least_incarnations for each in said if isinstance(each, RegisterRingLeader)]
+    assert told == [[(4, 2)]] * 3

@@ -2,13 +2,15 @@
 
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringweave.errors import DeadlineError, RefusedError, TrainingError
+from ringweave import rpc
+from ringweave.errors import DeadlineError, RefusedError, RpcError, TrainingError
 from ringweave.param_server import sessions
 from ringweave.param_server.messages import (
     BarrierArrival,
@@ -21,6 +23,8 @@ from ringweave.param_server.messages import (
     TakeShard,
 )
 from ringweave.param_server.versions import StalenessPolicy
+from ringweave.rpc import Identity
+from tests import polling
 from tests.params.serving.two_rings import LONG_S, RINGS, SHARES, Job, Representatives
 
 
@@ -210,6 +214,49 @@ def test_a_representative_that_the_ring_has_gone_on_without_changes_nothing_when
     job.call("0.1", RingAssignmentRequest(term=0, slot=0, begins=True))
     job.call("0.1", RegisterRingLeader(term=0, ring=0, generation_id=(1, 1)))
     job.call("0.1", Pull(term=0, ring=0, after_sequence=2))
+
+
+def test_a_certificate_counts_no_more_once_its_ring_has_gone_on_or_a_later_process_has_called(job: Job) -> None:
+    def is_revoked(name: str, role: str = "worker") -> bool:
+        return job.service.ring_sessions.is_revoked(Identity(job="job", role=role, name=name))
+
+    assert not is_revoked("0.0")
+    assert not is_revoked("0.2")
+    assert is_revoked("0.1"), "a later process of its slot has called"
+    assert not is_revoked("0", "server")
+    told = RegisterRingLeader(
+        term=0, ring=0, generation_id=(1, 4), least_incarnations=[(0, 3), (3, 1), (1, 9), (77, 9)]
+    )
+    job.call("0.3", told)
+    assert is_revoked("0.2"), "its ring has gone on with a later one, which has not called"
+    assert is_revoked("3.0"), "nobody is in its slot any more"
+    assert not is_revoked("3.1")
+    assert not is_revoked("1.0"), "of another ring, for which this representative does not speak"
+    late = RegisterRingLeader(term=0, ring=0, generation_id=(1, 3), least_incarnations=[(0, 9)])
+    with pytest.raises(RefusedError, match="representative of ring 0"):
+        job.call("3.1", late)
+    assert not is_revoked("0.3")
+
+
+def test_a_worker_that_was_replaced_is_cut_off_by_the_server_at_once(job: Job) -> None:
+    authority = rpc.CertificateAuthority("job1")
+
+    def trusted(role: str, name: str) -> rpc.TlsAuthentication:
+        return rpc.TlsAuthentication(authority.issue(role, name))
+
+    server = rpc.RpcServer(
+        trusted("server", "0"), job.service.handlers(), is_revoked=job.service.ring_sessions.is_revoked
+    )
+    with server.start("127.0.0.1"):
+        connect = partial(rpc.RpcClient.connect, "127.0.0.1", server.port, role="server")
+        old = connect(trusted("worker", "0.0"))
+        old.call(PauseRing(term=0, ring=0), timeout_s=LONG_S)
+        new = connect(trusted("worker", "0.1"))
+        polling.wait_until(lambda: server.peer_names() == {"0.1"})
+        with pytest.raises(RpcError):
+            old.call(PauseRing(term=0, ring=0), timeout_s=LONG_S)
+        new.call(PauseRing(term=0, ring=0), timeout_s=LONG_S)
+        new.close()
 
 
 def test_one_that_waits_for_parameters_is_not_given_them_once_another_one_speaks():

@@ -12,6 +12,7 @@ import pytest
 from ringweave.errors import NotLeaderError, UsageError
 from ringweave.param_server.leadership import LeadershipRecord
 from ringweave.param_server.leadership_log import (
+    MAX_RECORDS,
     FolderLeadershipLog,
     LeadershipLog,
     LogAnswer,
@@ -53,6 +54,18 @@ def test_the_first_of_a_number_counts(tmp_path: Path, opened: OpenLog) -> None:
     assert register.append(claim(1, 1))
     assert register.latest() == claim(1, 1)
     assert len(list((tmp_path / "claims").iterdir())) == 2  # nothing else is left behind
+
+
+def test_the_newest_records_are_kept_and_a_superseded_one_stays_refused(tmp_path: Path, opened: OpenLog) -> None:
+    register = opened(tmp_path)
+    for number in range(1000):
+        assert register.append(claim(number, number % 2))
+        assert len(list(tmp_path.iterdir())) <= MAX_RECORDS
+    assert register.latest() == claim(999, 1)
+    assert not register.append(claim(3, 1)), "its file is gone, and it is superseded all the same"
+    assert not register.append(claim(990, 1))
+    assert register.append(claim(990, 0)), "made by an earlier attempt, whose answer was lost"
+    assert len(list(tmp_path.iterdir())) == MAX_RECORDS
 
 
 def test_of_many_at_the_same_time_one_is_made(tmp_path: Path, opened: OpenLog) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ringweave.jobs import modes
-from ringweave.planning.loss_table import LossIncrease, LossTable
+from ringweave.planning.loss_table import LOCAL_SETTINGS, LossIncrease, LossTable
 from ringweave.training import Local
 from ringweave.training.mode_choice import forecast
 from ringweave.training.mode_choice.forecast import BoundedChoice, LossBound
@@ -22,7 +22,7 @@ def upto(highest: float) -> LossIncrease:
 TABLE = LossTable(
     wires={"bf16": upto(0.001), "int8": upto(0.004), "int4": upto(0.05)},
     local={(2, "int4", 16): upto(0.02), (2, "int4", 64): upto(0.03), (2, "int4", 256): upto(0.06)},
-    local_settings={name: getattr(Local(), name) for name in ("fragments", "outer_lr", "outer_momentum")},
+    local_settings={name: getattr(Local(), name) for name in LOCAL_SETTINGS},
 )
 
 

@@ -54,9 +54,9 @@ def weights_in_mode(mode: str, local: Local | None, num_epochs: int = 2) -> tupl
     return weights_of(prepared[0]).tolist(), prepared[2].account.is_exact
 
 
-def first_round(settings: Local) -> tuple[list[float], list[int], list[float], int]:
+def first_round(settings: Local, adam: bool = False) -> tuple[list[float], list[int], list[float], int]:
     """(weights at the start, samples of this rank in the round, weights after it, train steps)."""
-    made = make(num_samples=12)
+    made = make(num_samples=12, adam=adam)
     start = weights_of(made[0]).tolist()
     prepared = ringweave.prepare(*made, mode="local", local=settings)
     samples: list[int] = []
@@ -95,9 +95,12 @@ def hook_refusal(settings: Local) -> str:
     return ""
 
 
-def alone(samples: Sequence[Sequence[int]]) -> list[float]:
-    """Weights of one process after a step for each list of samples."""
-    model, optimizer, loader = make(num_samples=12)
+def alone(samples: Sequence[Sequence[int]], adam: bool = False, factor: float = 1.0) -> list[float]:
+    """Weights of one process after a step for each list of samples, with learning rates scaled by a factor."""
+    model, optimizer, loader = make(num_samples=12, adam=adam)
+    if factor != 1.0:
+        optimizer.param_groups[0]["lr"] *= factor
+        optimizer.param_groups[0]["weight_decay"] /= factor
     for each in samples:
         step(model, optimizer, [torch.stack(values) for values in zip(*(loader.dataset[i] for i in each), strict=True)])
     return weights_of(model).tolist()

@@ -13,7 +13,7 @@ from tests.training.local import local_functions
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 TWO = [[0, 1], [2]]
-EXACT: dict = {"wire": "exact", "outer_lr": 1.0, "outer_momentum": 0.0}
+EXACT: dict = {"wire": "exact", "outer_lr": 1.0, "outer_momentum": 0.0, "inner_lr_factor": 1.0}
 AVERAGING = Local(inner_steps=1, sites=[[0], [1]], **EXACT)
 
 
@@ -34,6 +34,14 @@ def test_an_outer_step_without_momentum_is_the_mean_of_the_sites() -> None:
     expected = [(one + other) / 2 for one, other in zip(*map(local_functions.alone, ([first], [second])), strict=True)]
     assert after == pytest.approx(expected, abs=1e-15)
     assert max(abs(one - other) for one, other in zip(start, after, strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize(("adam", "factor"), [(True, 2**0.5), (False, 1.0)], ids=["AdamW", "SGD"])
+def test_two_sites_scale_learning_rates_by_the_optimizer(adam: bool, factor: float) -> None:
+    settings = Local(inner_steps=1, sites=[[0], [1]], wire="exact", outer_lr=1.0, outer_momentum=0.0)
+    (_, first, after, _), (_, second, _, _) = run_ranks(local_functions.first_round, 2, settings, adam)
+    both = [local_functions.alone([each], adam, factor) for each in (first, second)]
+    assert after == pytest.approx([(one + other) / 2 for one, other in zip(*both, strict=True)], abs=1e-15)
 
 
 def test_nesterov_as_in_diloco() -> None:
@@ -76,7 +84,7 @@ def test_inner_steps_are_derived_from_measured_times() -> None:
 @pytest.mark.parametrize("sites", [[[0], [1]], TWO], ids=["two sites of one", "two and one"])
 def test_a_resumed_training_ends_with_the_same_bits(sites: list[list[int]], tmp_path: Path) -> None:
     """Weights, inner and outer momentum, and counters; the checkpoint is of the middle of an epoch."""
-    settings = Local(inner_steps=4, fragments=2, sites=sites, outer_momentum=0.5, outer_lr=0.7)
+    settings = Local(inner_steps=4, fragments=2, sites=sites)
     num_ranks = sum(map(len, sites))
     args: dict = {"environ": {"OMP_NUM_THREADS": "1"}}
     whole = run_ranks(local_functions.save_or_resume, num_ranks, tmp_path / "a", settings, None, False, **args)
@@ -145,6 +153,7 @@ def test_refusals() -> None:
         ("computing_share", 1.0, "between 0 and 1"),
         ("outer_lr", 0.0, "more than 0"),
         ("outer_momentum", 1.0, "0 to below 1"),
+        ("inner_lr_factor", 0, "more than 0"),
     ],
 )
 def test_invalid_settings(name: str, value: object, expected: str) -> None:

@@ -2,6 +2,7 @@ import socket
 import ssl
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,6 +112,38 @@ def test_an_expelled_process_is_refused_although_its_certificate_is_valid(
             r"certificate: 'that of ringweave://job1/worker/1.0, which is no member any more', expected one of a",
         )
         events.wait_reason("revoked")
+
+
+def test_an_expelled_process_loses_the_connection_that_it_has(
+    authority: rpc.CertificateAuthority, events: Events
+) -> None:
+    revoked: set[str] = set()
+    lost: list[rpc.Identity] = []
+    options: dict[str, Any] = {"on_peer_exit": lost.append, "on_peer_lost": lost.append, "write_event": events}
+    with (
+        serving(trust(authority, "server", "0"), is_revoked=lambda peer: peer.name in revoked, **options) as server,
+        connect(server, trust(authority, "worker", "1.0")) as expelled,
+        connect(server, trust(authority, "worker", "2.0")) as member,
+    ):
+        assert expelled.call(Add(), [b"\x01"], timeout_s=60).message.total == 1
+        revoked.add("1.0")
+        assert "1.0, which is no member any more" in events.wait_reason("revoked")["text"]
+        wait_until(lambda: server.peer_names() == {"2.0"})
+        with pytest.raises(RpcError, match=r"no member any more|closed|lost"):
+            expelled.call(Add(), [b"\x01"], timeout_s=60)
+        assert member.call(Add(), [b"\x02"], timeout_s=60).message.total == 2
+        assert [event["reason"] for event in events.seen] == ["revoked"]
+        assert lost == [], "the job goes on without it, and nothing has happened"
+
+
+def test_traffic_of_earlier_processes_of_a_slot_is_kept_as_one_sum(authority: rpc.CertificateAuthority) -> None:
+    with serving(trust(authority, "server", "0")) as server:
+        for incarnation in range(5):
+            with connect(server, trust(authority, "worker", f"7.{incarnation}")) as client:
+                client.call(Add(), [b"\x01"], timeout_s=60)
+        wait_until(lambda: not server.peers())
+        (peer,) = server.traffic_by_peer()
+        assert (peer.name, server.traffic_by_peer()[peer].calls) == ("7", 5)
 
 
 def test_no_certificate_is_refused(authority: rpc.CertificateAuthority, events: Events) -> None:

@@ -476,7 +476,7 @@ class CollectiveEngine:
         except MismatchError as mismatch:
             peer = self._group.rank_text(mismatch.peer)
             error = DisagreementError(f"{job.operation}: {peer} runs something else: {mismatch}")
-            return self._end.disagree(error, job.operation)
+            return self._end.disagree(error, job.operation, may_be_own=True)
         except DisagreementError as disagreement:
             return self._end.disagree(disagreement, job.operation)
         except Exception as failure:

@@ -97,6 +97,6 @@ function drawTimeline(line, nowS, isOver, width = 640) {
   const bottom = top + lane * ranks.length + 16;
   drawing.append(shape("text", {x: left, y: bottom, class: "dim"}, showClock(begin)), shape("text", {x: right, y: bottom, "text-anchor": "end", class: "dim"}, showClock(end)));
   drawing.setAttribute("aria-label", `Time line of ${showSeconds(end - begin)}: ${line.attempts.length} attempts, ${ranks.length} ranks, ` +
-    `${line.num_deaths} deaths of workers, ${line.generations.length} generations. The list below has the same.`);
+    `${line.num_deaths} deaths of workers, ${line.num_generations} generations. The list below has the same.`);
   return drawing;
 }

@@ -142,8 +142,11 @@ const draw = {
       ...line.marks.map(each => [each.time_s, `${each.kind}: ${each.text}`]),
     ].sort((a, b) => a[0] - b[0]).map(([time, text]) => [showClock(time), text])));
     const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
-    const counts = `${count(line.num_deaths, "death")} of workers (crosses), ${count(line.generations.length, "generation")}, ${count(line.marks.length, "marked event")}.`;
-    put("timeline-card", "timeline", drawTimeline(line, run.written_s || Date.now() / 1000, run.head && run.head.is_over), element("p", {class: "note"}, counts), list);
+    const counts = `${count(line.num_deaths, "death")} of workers (crosses), ${count(line.num_generations, "generation")}, ${count(line.num_marks, "marked event")}.`;
+    const shown = [[line.lives, line.num_lives, "lives of workers"], [line.generations, line.num_generations, "generations"], [line.marks, line.num_marks, "marked events"]]
+      .filter(([rows, number]) => rows.length < number).map(([rows, number, noun]) => `last ${rows.length} of ${number} ${noun}`);
+    const left = shown.length ? ` Shown are the ${shown.join(", ")}.` : "";
+    put("timeline-card", "timeline", drawTimeline(line, run.written_s || Date.now() / 1000, run.head && run.head.is_over), element("p", {class: "note"}, counts + left), list);
   },
 
   collectives(rows) {
@@ -290,7 +293,8 @@ function records() {
     const rows = found.slice(-MAX_ROWS);
     lines("events", rows.map(row => element("div", {class: row.is_failure ? "bad" : null}, element("time", {}, showClock(row.time_s)), " ",
       element("em", {title: run.events.meanings[row.kind]}, row.kind), " ", row.text)), rows.length ? "" : "no events");
-    find("events-count").textContent = `the newest ${rows.length} of ${found.length}; measurements are in the charts`;
+    const few = found.length < run.events.rows.length ? `${found.length} found in the newest ${run.events.rows.length}` : run.events.num;
+    find("events-count").textContent = `the newest ${rows.length} of ${few}; measurements are in the charts`;
   }
   if (run.logs) {
     const sources = run.logs.sources.filter(source => rank === "" || source.source === `rank ${rank}`);

@@ -10,6 +10,7 @@ The agent holds no state that has to survive: if it dies, its attempt is over.
 """
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -229,6 +230,27 @@ def round_run_dir(home: Path, round_: int) -> RunDir:
     return RunDir(root=home.absolute() / f"round-{round_}")
 
 
+MAX_ROUNDS = 20
+"""Rounds of which a node keeps the run directories: the newest, over all its attempts."""
+
+
+def remove_old_rounds(home: Path) -> None:
+    """Remove the run directories of rounds that ended long ago, and what is left of attempts that did.
+
+    A reader reads the newest round, or has read the others when they ended: of logs that are gone it has no lines.
+
+    Args:
+        home: Folder of this attempt; where its name is a number, earlier attempts of the node are beside it.
+    """
+    attempts = [each for each in home.parent.glob("*") if each.name.isdecimal()] if home.name.isdecimal() else [home]
+    found = [path for attempt in attempts for path in attempt.glob("round-*")]
+    numbers = {path: int(text) for path in found if (text := path.name.removeprefix("round-")).isdecimal()}
+    old = sorted(numbers, key=lambda path: numbers[path])[:-MAX_ROUNDS]
+    ended = [each for each in attempts if each != home and int(each.name) <= int(home.name) - MAX_ROUNDS]
+    for path in (*old, *ended):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def run_agent(assignment: AgentAssignment, channel: AgentChannel, environ: Mapping[str, str]) -> GroupPhase:
     """Run as a node agent until it may leave; SIGTERM and SIGINT make it leave.
 
@@ -276,6 +298,7 @@ class _RoundStarter:
         """Prepare the round's files and services on this node; return the addresses that it offers."""
         run_dir = round_run_dir(self._assignment.home, desired.round)
         (run_dir.root / "logs").mkdir(parents=True, exist_ok=True)
+        remove_old_rounds(self._assignment.home)
         self._program = job_config.write_worker_program(self._config, self._assignment.home)
         self._write_cluster_file(run_dir, {})
         master_address = self._assignment.node_context.pick_address(self._node)

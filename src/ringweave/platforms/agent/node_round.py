@@ -24,7 +24,7 @@ from ringweave.launcher.services import (
 )
 from ringweave.launcher.supervise import NodeWorkers
 from ringweave.launcher.workers import HostPort
-from ringweave.membership.membership_records import REASON_FINISHED
+from ringweave.membership import membership_records
 from ringweave.membership.messages import WHOLE_JOB
 from ringweave.membership.settings import MemberBounds
 from ringweave.param_server.leadership_log import LogServer
@@ -61,13 +61,13 @@ class _PartProgress:
     current: frozenset[str] = frozenset()
     """Members of that generation."""
     known: frozenset[str] = frozenset()
-    """Members of that generation and of earlier ones."""
+    """Members of that generation and of earlier ones; of each slot the newest."""
 
     def begin_generation(self, generation: tuple[int, int], members: Sequence[str]) -> None:
         """Take over a generation, unless a newer one is known."""
         if generation >= self.generation:
             self.generation, self.current = generation, frozenset(members)
-            self.known |= self.current
+            self.known = membership_records.newest_of_slots(self.known | self.current)
 
     def evicted(self, lost: Set[str], finished: Set[str]) -> set[str]:
         """Return the members excluded from a generation; if no member is left, those that were lost before the end."""
@@ -85,8 +85,8 @@ class ProgressReader:
         self._lines = telemetry.event_lines(path)
         self._progress = NodeProgress()
         self._parts: dict[str, _PartProgress] = {}
-        self._finished_members: set[str] = set()
-        self._lost_members: set[str] = set()
+        self._finished_members: Set[str] = set()
+        self._lost_members: Set[str] = set()
 
     def read(self) -> NodeProgress:
         """Return the newest progress without waiting."""
@@ -105,13 +105,13 @@ class ProgressReader:
                 part = self._parts.setdefault(event.get("part", WHOLE_JOB), _PartProgress())
                 part.begin_generation((event["term"], event["number"]), event["members"])
             elif event["kind"] == "member_returned" and event["term"] >= self._term_of(event["member"]):
-                self._lost_members.discard(event["member"])
+                self._lost_members -= {event["member"]}
+            elif event["kind"] == "member_lost" and event["reason"] == membership_records.REASON_FINISHED:
+                self._finished_members = membership_records.newest_of_slots(self._finished_members | {event["member"]})
             elif event["kind"] == "member_lost":
-                (self._finished_members if event["reason"] == REASON_FINISHED else self._lost_members).add(
-                    event["member"]
-                )
+                self._lost_members = membership_records.newest_of_slots(self._lost_members | {event["member"]})
             self._progress = replace(self._progress, generation=self._newest_generation(), evicted=self._evicted())
-        except (KeyError, TypeError):  # a line of another program
+        except (KeyError, TypeError, ValueError):  # a line of another program
             return
 
     def _newest_generation(self) -> tuple[int, int]:

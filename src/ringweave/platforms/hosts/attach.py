@@ -1,12 +1,10 @@
 """Following a run on hosts: merged output of its workers, reconnection of hosts that were away, report of the end."""
 
-import io
 import os
 import re
 import shutil
 import signal
 import sys
-import tarfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -172,9 +170,8 @@ class RunFollower:
             target = self.run_dir.root / "hosts" / name
             try:
                 _, content = connection.call_for_bytes("fetch", run_id=self._known.run_id, timeout_s=120.0, host=host)
-                with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
-                    archive.extractall(target, filter="data")
-            except (LaunchError, OSError, tarfile.TarError) as error:
+                host_runtime.unpack_files(content, target)
+            except (LaunchError, OSError) as error:
                 self._notify(f"files of host {name} were not fetched: {error}")
 
     def remove_run(self) -> bool:

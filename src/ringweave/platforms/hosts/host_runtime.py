@@ -1,6 +1,7 @@
 """Runtime of a run on one host: its worker groups in the host's job folder, and the start of its host service."""
 
 import contextlib
+import gzip
 import io
 import os
 import shutil
@@ -10,6 +11,7 @@ import sys
 import tarfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +45,9 @@ FETCH_TIMEOUT_S = 100.0
 START_TIMEOUT_S = 15.0
 MAX_FETCHED_FILE_BYTES = 64 * 2**20
 MAX_FETCHED_BYTES = 512 * 2**20
+MAX_FETCHED_FILES = 20_000
+_MAX_TAR_BYTES = MAX_FETCHED_BYTES + MAX_FETCHED_FILES * 2048
+"""An archive with its headers and the padding of files."""
 AGENT_COMMAND = (sys.executable, "-P", "-m", "ringweave.platforms.hosts.agent_main")
 SERVICE_MODULE = "ringweave.platforms.hosts.service"
 RELAY_MODULE = "ringweave.platforms.hosts.relay"
@@ -378,11 +383,64 @@ def archive_files(folder: HostFolder) -> bytes:
         paths += [*runs.glob("*/*/agent.log*"), *folder.root.glob(f"{folder.service_log.name}*")]
         for path in paths:
             size = path.stat().st_size if path.is_file() else 0
-            if path.is_file() and size <= min(left, MAX_FETCHED_FILE_BYTES):
+            is_small = size <= min(left, MAX_FETCHED_FILE_BYTES)
+            if path.is_file() and is_small and len(archive.getmembers()) < MAX_FETCHED_FILES:
                 left -= size
                 base = runs if path.is_relative_to(runs) else folder.root
                 archive.add(path, arcname=str(path.relative_to(base)), recursive=False)
     return buffer.getvalue()
+
+
+def unpack_files(content: bytes, target: Path) -> None:
+    """Unpack what `archive_files` of a host has packed; nothing is written of an archive that another one has made.
+
+    Raises:
+        LaunchError: It is none, or has more than such an archive may have.
+        OSError: A file cannot be written.
+    """
+    try:
+        reader: Any = _BoundedReader(content)
+        with tarfile.open(fileobj=reader, mode="r|") as archive:
+            _check_members(archive, target)
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
+            archive.extractall(target, filter="data")
+    except (EOFError, gzip.BadGzipFile, tarfile.TarError, zlib.error) as error:
+        raise _archive_error(str(error) or type(error).__name__, "a tar archive, packed by gzip") from error
+
+
+class _BoundedReader:
+    """Reads unpacked bytes up to a limit, so that no header of an archive makes it take more."""
+
+    def __init__(self, content: bytes) -> None:
+        self._file, self._left = gzip.GzipFile(fileobj=io.BytesIO(content)), _MAX_TAR_BYTES
+
+    def read(self, size: int) -> bytes:
+        found = self._file.read(min(size, self._left + 1))
+        self._left -= len(found)
+        if self._left < 0:
+            raise _archive_error(f"more than {_MAX_TAR_BYTES} bytes", f"at most {MAX_FETCHED_BYTES} of files")
+        return found
+
+
+def _check_members(archive: tarfile.TarFile, target: Path) -> None:
+    """Check names and sizes, one member at a time, before any is written."""
+    num_bytes = 0
+    for number, member in enumerate(archive, 1):
+        num_bytes += max(0, member.size)
+        if not member.isreg() or not 0 <= member.size <= MAX_FETCHED_FILE_BYTES:
+            what = f"{member.name!r:.80} of {member.size} bytes" if member.isreg() else f"{member.name!r:.80}, no file"
+            raise _archive_error(what, f"files of at most {MAX_FETCHED_FILE_BYTES} bytes")
+        if number > MAX_FETCHED_FILES or num_bytes > MAX_FETCHED_BYTES:
+            raise _archive_error(
+                f"{number} files of {num_bytes} bytes or more",
+                f"at most {MAX_FETCHED_FILES} files of {MAX_FETCHED_BYTES} bytes together",
+            )
+        tarfile.data_filter(member, str(target))  # refuses what leads out of it
+
+
+def _archive_error(got: str, expected: str) -> LaunchError:
+    do = "Look at that host: it runs another program, or another ringweave"
+    return LaunchError(explain("files of a host", got=got, expected=expected, do=do))
 
 
 def call_service(folder: HostFolder, message: rpc.RpcMessage) -> messages.RunStatus | None:

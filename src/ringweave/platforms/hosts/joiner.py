@@ -213,7 +213,7 @@ def _fetch_files(admission: _Admission, folder: HostFolder) -> None:
 
 def _fetch_from(client: RpcClient, folder: HostFolder) -> None:
     try:
-        files = script_files.check_file_list(file_io.parse_json(_read_file(client, "")))
+        files = script_files.check_file_list(file_io.parse_json(_read_file(client, "", script_files.MAX_FILES_BYTES)))
     except ValueError as error:
         raise LaunchError(
             f"files of the run: {error}, expected their list. Run the same ringweave on all hosts."
@@ -221,7 +221,7 @@ def _fetch_from(client: RpcClient, folder: HostFolder) -> None:
     missing = {digest for _, digest, _ in files if not script_files.blob_path(digest).exists()}
     num_bytes = 0
     for digest in sorted(missing):
-        content = _read_file(client, digest)
+        content = _read_file(client, digest, script_files.MAX_FILES_BYTES - num_bytes)
         if hashlib.sha256(content).hexdigest() != digest:
             raise LaunchError(f"file of the run: changed meanwhile, expected digest {digest}. Join again.")
         script_files.save_blob(content)
@@ -230,16 +230,19 @@ def _fetch_from(client: RpcClient, folder: HostFolder) -> None:
     write_notice(f"files: {len(files)}, {len(missing)} of them fetched ({units.format_bytes(num_bytes)})")
 
 
-def _read_file(client: RpcClient, digest: str) -> bytes:
+def _read_file(client: RpcClient, digest: str, max_bytes: int) -> bytes:
     content = b""
     while True:
         reply = client.call(ReadFile(digest=digest, start=len(content)), timeout_s=FILE_TIMEOUT_S)
         assert isinstance(reply.message, FileBytes)
         content += bytes(reply.buffers[0]) if reply.buffers else b""
+        if len(content) > max_bytes:
+            most = script_files.MAX_FILES_BYTES
+            raise LaunchError(
+                f"files of the run: more than {most} bytes, expected less. Look at the host of the command."
+            )
         if len(content) >= reply.message.size or not reply.buffers or not memoryview(reply.buffers[0]):
             return content
-        if len(content) > script_files.MAX_FILES_BYTES:
-            raise LaunchError(f"file of the run: more than {script_files.MAX_FILES_BYTES} bytes, expected less.")
 
 
 def _start(admission: _Admission, folder: HostFolder) -> None:

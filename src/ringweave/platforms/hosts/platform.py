@@ -14,6 +14,7 @@ from ringweave.jobs import admission
 from ringweave.jobs.admission import AccessPolicy, PermissionCache
 from ringweave.jobs.advance import is_finished
 from ringweave.jobs.request import JobRequest
+from ringweave.jobs.states import Reason
 from ringweave.platforms import api, job_logs, submission
 from ringweave.platforms.api import EventLines, EventView, JobView, LogLine, LogQuery, Platform, Submission
 from ringweave.platforms.hosts import host_runtime, join_protocol, run_entry, start
@@ -206,6 +207,7 @@ class HostsPlatform(Platform):
         for name in self._names():
             with contextlib.suppress(LaunchError, UnknownJobError):
                 found.append(self._view(self._access(name).read_entry()))
+        found += [self._unreadable_view(*each) for each in run_entry.unreadable_runs()]
         return sorted(found, key=lambda job: job.created_s)
 
     def job(self, name: str) -> JobView:
@@ -233,8 +235,14 @@ class HostsPlatform(Platform):
         )
 
     def _names(self) -> list[str]:
-        here = [folder.load_entry().name for folder in run_entry.find_run_folders(run_entry.hosts_state_folder())]
-        return list(dict.fromkeys([*(known.name for known in run_entry.list_known_runs()), *here]))
+        here = [folder.find_name() for folder in run_entry.find_run_folders(run_entry.hosts_state_folder())]
+        known = [run.name for run in run_entry.list_known_runs()]
+        return list(dict.fromkeys(name for name in (*known, *here) if name))
+
+    def _unreadable_view(self, name: str, path: Path, changed_s: float) -> JobView:
+        text, hint = f"its file cannot be read: {path}", run_entry.UNREADABLE_HINT
+        reason = Reason(code="Unreadable", text=text, hint=hint)
+        return api.job_view(api.unreadable_job(name, self._requester, changed_s, reason), platform="hosts")
 
     def _access(self, name: str) -> RunAccess:
         if name not in self._accesses:
@@ -260,13 +268,14 @@ def find_access(name: str) -> RunAccess:
         UnknownJobError: There is no such run.
     """
     folders = run_entry.find_run_folders(run_entry.hosts_state_folder())
-    here = next((folder for folder in folders if name in (folder.run_id, folder.load_entry().name)), None)
+    here = next((folder for folder in folders if name in (folder.run_id, folder.find_name())), None)
     known = next((run for run in run_entry.list_known_runs() if run.is_named(name)), None)
     if known is not None:
         return StartedRunAccess(known)
+    run_entry.refuse_unreadable(name)
     if here is not None:
         return HostRunAccess(here)
-    names = [run.name for run in run_entry.list_known_runs()] + [folder.load_entry().name for folder in folders]
+    names = [run.name for run in run_entry.list_known_runs()] + list(filter(None, map(HostFolder.find_name, folders)))
     do = suggest_closest(name, names) or "See ringweave jobs --on hosts"
     expected = f"one of {', '.join(names)}" if names else "a run that was started here, or has this host"
     raise UnknownJobError(explain("run", got=name, expected=expected, do=do, where="hosts"))

@@ -244,7 +244,7 @@ class RemoteProgram:
 
     def _runs(self, request: Mapping[str, Any], payload: bytes) -> Answer:
         folders = find_run_folders(hosts_state_folder())
-        return {"runs": [[folder.run_id, folder.load_entry().name] for folder in folders]}, b""
+        return {"runs": [[folder.run_id, name] for folder in folders if (name := folder.find_name())]}, b""
 
 
 def known_run(run_id: str) -> HostFolder:

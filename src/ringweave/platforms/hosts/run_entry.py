@@ -23,7 +23,7 @@ from pathlib import Path
 
 import platformdirs
 
-from ringweave.errors import LaunchError, UnknownJobError, explain
+from ringweave.errors import JobError, LaunchError, UnknownJobError, explain
 from ringweave.files import file_io
 from ringweave.files.problems import suggest_closest
 from ringweave.jobs import records
@@ -190,6 +190,13 @@ class HostFolder:
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         file_io.replace_text(self.host_config, HOST_CONFIG_JSON.dump(config))
 
+    def find_name(self) -> str:
+        """Return the name of the run; empty if its entry cannot be read."""
+        try:
+            return self.load_entry().name
+        except (JobError, OSError, ValueError):
+            return ""
+
     def load_entry(self) -> RunEntry:
         return ENTRY_JSON.parse(file_io.read_bounded(self.entry))
 
@@ -259,9 +266,8 @@ def save_known_run(known: KnownRun) -> None:
     """Remember a run, for the commands that follow."""
     folder = known_runs_folder()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = folder / f"{known.name}.json"
-    path.touch(mode=0o600)  # it may contain tokens
-    path.write_text(_KNOWN_RUN_JSON.dump(known), encoding="utf-8")
+    text = _KNOWN_RUN_JSON.dump(known)
+    file_io.replace_text(folder / f"{known.name}.json", text, mode=0o600)  # it may contain tokens
 
 
 def forget_known_run(known: KnownRun) -> None:
@@ -270,9 +276,49 @@ def forget_known_run(known: KnownRun) -> None:
 
 
 def list_known_runs() -> list[KnownRun]:
-    """Return the runs that this user has started from this machine, oldest first."""
-    paths = sorted(known_runs_folder().glob("*.json"), key=lambda path: path.stat().st_mtime)
-    return [_KNOWN_RUN_JSON.parse(file_io.read_bounded(path)) for path in paths]
+    """Return the runs that this user has started from this machine, oldest first.
+
+    A file that cannot be read hides no other; `unreadable_runs` names it.
+    """
+    found = [(path, _read_known_run(path)) for path in known_runs_folder().glob("*.json")]
+    return [known for _, known in sorted(found, key=lambda row: _changed_s(row[0])) if known is not None]
+
+
+def _read_known_run(path: Path) -> KnownRun | None:
+    try:
+        return _KNOWN_RUN_JSON.parse(file_io.read_bounded(path))
+    except (OSError, ValueError):
+        return None
+
+
+def _changed_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # removed meanwhile
+        return 0.0
+
+
+def unreadable_runs() -> list[tuple[str, Path, float]]:
+    """Return name, file and time of each run that was started here, or has this host, and whose file cannot be read."""
+    paths = [(path.stem, path) for path in known_runs_folder().glob("*.json") if _read_known_run(path) is None]
+    folders = find_run_folders(hosts_state_folder())
+    paths += [(folder.run_id, folder.entry) for folder in folders if not folder.find_name()]
+    return [(name, path, _changed_s(path)) for name, path in paths if path.exists()]
+
+
+UNREADABLE_HINT = "Use the ringweave that wrote it, or remove the file"
+
+
+def refuse_unreadable(name: str) -> None:
+    """Refuse the name of a run whose file cannot be read.
+
+    Raises:
+        JobError: It is one; the text names the file.
+    """
+    path = next((path for each, path, _ in unreadable_runs() if each == name), None)
+    if path is not None:
+        expected = "one whose file can be read"
+        raise JobError(explain("run", got=name, expected=expected, do=UNREADABLE_HINT, where=str(path)))
 
 
 def is_run_on_hosts(name: str) -> bool:
@@ -280,7 +326,7 @@ def is_run_on_hosts(name: str) -> bool:
     if (known_runs_folder() / f"{Path(name).name}.json").exists():
         return True
     here = find_run_folders(hosts_state_folder())
-    return any(name in (folder.run_id, folder.load_entry().name) for folder in here) or any(
+    return any(name in (folder.run_id, folder.find_name()) for folder in here) or any(
         known.is_named(name) for known in list_known_runs()
     )
 
@@ -294,6 +340,7 @@ def find_known_run(name: str) -> KnownRun:
     runs = list_known_runs()
     found = next((run for run in runs if run.is_named(name)), None)
     if found is None:
+        refuse_unreadable(name)
         names = [run.name for run in runs]
         do = suggest_closest(name, names) or "See ringweave jobs --on hosts"
         expected = f"one of {', '.join(names)}" if names else "a run that was started from this machine"

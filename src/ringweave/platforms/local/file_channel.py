@@ -98,8 +98,12 @@ class FileAgentChannel(AgentChannel):
                 each.save(self._job.secrets / f"round-{round_}" / f"{holder}.{number}.json")
 
     def leadership_log(self, round_: int) -> LeadershipLog:
-        """Return a log in the job's folder."""
-        return FolderLeadershipLog(self._job.root / "claims" / f"round-{round_}")
+        """Return a log in the job's folder; those of rounds before the last one are removed."""
+        claims = self._job.root / "claims"
+        for folder in claims.glob("round-*"):
+            if int(folder.name.removeprefix("round-")) < round_ - 1:
+                shutil.rmtree(folder, ignore_errors=True)
+        return FolderLeadershipLog(claims / f"round-{round_}")
 
     def take_credentials(self, round_: int, holder: str, stop_reason: StopReason = never_stop) -> Credentials:
         """Read the next credentials, and remove their file."""

@@ -11,7 +11,7 @@ import pydantic
 from pydantic import ConfigDict, Field
 
 from ringweave.comm.transport.interface import TransferFailedError
-from ringweave.errors import MembershipError, RingweaveError, TrainingError, explain
+from ringweave.errors import DisagreementError, MembershipError, RingweaveError, TrainingError, explain
 from ringweave.files import file_io
 from ringweave.membership.member_rules import StopTraining
 from ringweave.membership.membership_records import Membership, MemberStatus
@@ -62,9 +62,11 @@ def busy_s(schedstat: Path = Path("/proc/self/schedstat")) -> float:
 
 
 def suspected_members(error: BaseException, membership: Membership) -> list[str]:
-    """Return the members that a failed transfer was with."""
+    """Return the members that a failed transfer was with, or whose rows were of another size than those of most."""
     cause: BaseException | None = error
     while cause is not None:
+        if isinstance(cause, DisagreementError) and cause.culprits:
+            return [membership.members[group_rank] for group_rank in cause.culprits]
         if isinstance(cause, TransferFailedError) and cause.peer is not None:
             return [membership.members[cause.peer]]
         cause = cause.__cause__

@@ -82,7 +82,9 @@ def join_job(
     if assigned is not None:
         seat, extra_state = assigned.assignment, dict(script.extra_state)
         exchange = SessionExchange(assigned, own_name, lambda: session, lambda: trainer)
-        worker = RingWorker(exchange, script.parameters, local_steps=seat.local_steps)
+        is_derived = must_match["mode"] == modes.LOCAL and script.local.inner_steps is None
+        most_steps = script.local.max_inner_steps if is_derived else None
+        worker = RingWorker(exchange, script.parameters, local_steps=seat.local_steps, max_local_steps=most_steps)
         share_table = ShareTable(script.spec.batch_samples, is_balanced=True, samples_of=seat.shard_samples)
         join = Join(part=messages.part_of_ring(seat.ring), expected=len(seat.slots))
     last_push = worker.changes.outbox.pieces if worker is not None and worker.changes is not None else ()

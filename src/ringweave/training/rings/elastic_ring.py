@@ -118,9 +118,12 @@ class SessionExchange:
     def client(self) -> RingClient:
         with self._lock:
             if self._client is None:
-                generation_id = lambda: self._session().membership.generation_id  # noqa: E731 - each generation has another
                 self._client = RingClient(
-                    self.assigned.connectors, self.cursor.ring, generation_id=generation_id, is_monitored=True
+                    self.assigned.connectors,
+                    self.cursor.ring,
+                    generation_id=lambda: self._session().membership.generation_id,
+                    least_incarnations=lambda: self._session().membership.least_incarnations,
+                    is_monitored=True,
                 )
             return self._client
 
@@ -242,7 +245,7 @@ class ElasticRing(SessionMembership):
         start = None
         if reply.resumed_seed is not None:
             start = {"epoch": reply.resumed_epoch, "done": reply.resumed, "seed": reply.resumed_seed}
-        cursor = [reply.num_pushed, version, reply.num_shards, reply.num_barriers, version, None, start]
+        cursor = [reply.num_pushed, version, reply.num_shards, reply.num_barriers, version, 0, None, start]
         return {"cursor": cursor, "epoch": reply.epoch, "ring_progress": reply.ring_progress}
 
     def _resume_ring(self, start: FetchedJson) -> None:

@@ -150,6 +150,8 @@ class RingCursor:
     num_barriers: int = 0
     next_version: int = 0
     """With local steps: version of the parameters on which the push after the next one is computed."""
+    local_steps: int = 0
+    """Local steps from one push to the next, once they follow from measured times; 0: as the job was started."""
     pending: PendingPush | None = None
     start: ResumeStart | None = None
     """Position in the data from a checkpoint, if the job resumed from one."""
@@ -163,12 +165,13 @@ class RingCursor:
         pending = self.pending.to_json() if self.pending else None
         start = asdict(self.start) if self.start else None
         numbers = [self.num_pushed, self.base_version, self.num_shards, self.num_barriers, self.next_version]
-        return [*numbers, pending, start]
+        return [*numbers, self.local_steps, pending, start]
 
     def load_json(self, document: Sequence[Any]) -> None:
         """Load the values that `to_json` returned."""
         *numbers, pending, start = document
-        self.num_pushed, self.base_version, self.num_shards, self.num_barriers, self.next_version = numbers
+        self.num_pushed, self.base_version, self.num_shards, self.num_barriers, *later = numbers
+        self.next_version, self.local_steps = later
         self.pending = PendingPush.of_json(pending) if pending else None
         self.start = ResumeStart.of_json(start) if start else None
 

@@ -15,7 +15,10 @@ have the answer. A push starts at the step boundary after it, so a member that j
 that pushes.
 """
 
+import statistics
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -29,9 +32,13 @@ from ringweave.param_server import flat, optimizers
 from ringweave.param_server.client import RingClient, RingPush
 from ringweave.param_server.flat import FlatTensors
 from ringweave.param_server.messages import OptimizerOption, PushResult
+from ringweave.planning.sites import MIN_STEPS_CHANGE, NUM_REMEMBERED, RoundSplit
 from ringweave.telemetry import print_line
 from ringweave.training.elastic.retained_reductions import FetchedJson
 from ringweave.training.rings.ring_progress import PendingPush, RingCursor, UnpushedSamples
+
+_NUM_STEPS_S = 100
+"""Local steps whose times decide about later ones."""
 
 
 class RingExchange(Protocol):
@@ -119,13 +126,23 @@ class StaticExchange:
 class RingWorker:
     """Rank of a ring, as worker of the parameter server."""
 
-    def __init__(self, ring: RingExchange, parameters: Sequence[Tensor], *, local_steps: int = 0) -> None:
+    def __init__(
+        self,
+        ring: RingExchange,
+        parameters: Sequence[Tensor],
+        *,
+        local_steps: int = 0,
+        max_local_steps: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """Create it without a connection.
 
         Args:
             ring: Exchanges of this rank.
             parameters: Trained parameters, in the server's order.
             local_steps: Steps from one push to the next; 0 pushes the gradients of each step.
+            max_local_steps: Upper limit of local steps, where they follow from measured times; None: they are fixed.
+            clock: Monotonic clock in seconds.
         """
         self.ring, self.parameters = ring, list(parameters)
         self.specs = flat.tensor_specs([(str(index), each) for index, each in enumerate(parameters)])
@@ -134,7 +151,8 @@ class RingWorker:
         """Parameters received from the server, on every rank."""
         self._outbox: FlatTensors | None = None
         self._inbox: FlatTensors | None = self.received if device == "cpu" else None
-        self.changes = LocalStepChanges(self, FlatTensors(self.specs), local_steps) if local_steps else None
+        outbox = FlatTensors(self.specs)
+        self.changes = LocalStepChanges(self, outbox, local_steps, max_local_steps, clock) if local_steps else None
         """Local steps of this rank; None if every step is pushed."""
         self.last_result: PushResult | None = None
         """Result of the last push; None on ranks that do not push."""
@@ -290,9 +308,27 @@ class RingWorker:
 class LocalStepChanges:
     """Local steps of one rank, and the pushes of the parameters' changes."""
 
-    def __init__(self, worker: RingWorker, outbox: FlatTensors, num_steps: int) -> None:
-        """Start without changes; `num_steps` are the local steps from one push to the next."""
-        self._worker, self._ring, self._num_steps = worker, worker.ring, num_steps
+    def __init__(
+        self,
+        worker: RingWorker,
+        outbox: FlatTensors,
+        num_steps: int,
+        max_steps: int | None,
+        clock: Callable[[], float],
+    ) -> None:
+        """Start without changes.
+
+        Args:
+            worker: This rank in its ring.
+            outbox: Memory for changes that are pushed.
+            num_steps: Local steps from one push to the next.
+            max_steps: Upper limit, where the representative derives them after each push; None: they are fixed.
+            clock: Monotonic clock in seconds.
+        """
+        self._worker, self._ring = worker, worker.ring
+        self._first_num_steps, self._max_steps, self._clock = num_steps, max_steps, clock
+        self._step_ended_s: float | None = None
+        self._steps_s, self._exchanges_s = (deque[float](maxlen=length) for length in (_NUM_STEPS_S, NUM_REMEMBERED))
         self.outbox = outbox
         """Change of the parameters at the last push."""
         self._base = FlatTensors(worker.specs, device=str(worker.parameters[0].device))
@@ -309,7 +345,8 @@ class LocalStepChanges:
     def count_step(self) -> None:
         """Count a local step. After the last one, apply the answer to the push before and start the next push."""
         self._num_since += 1
-        if self._num_since < self._num_steps:
+        self._measure_step()
+        if self._num_since < self.num_steps:
             return
         answer = self._apply_answer()
         if answer is not None and answer.get("is_expired"):
@@ -321,6 +358,32 @@ class LocalStepChanges:
         if self._ring.starts_pushes_at_once:
             self.send_pending()
         self.reset_base()
+        self._step_ended_s = self._clock()
+
+    @property
+    def num_steps(self) -> int:
+        """Local steps from one push to the next; the same on all ranks of the ring."""
+        return self._ring.cursor.local_steps or self._first_num_steps
+
+    def _measure_step(self) -> None:
+        now_s = self._clock()
+        if self._step_ended_s is not None:
+            self._steps_s.append(now_s - self._step_ended_s)
+        self._step_ended_s = now_s
+
+    def _derive_steps(self, exchange_s: float) -> int:
+        """Return the fewest steps in whose time an exchange ends, by the last ones; on the representative."""
+        self._exchanges_s.append(exchange_s)
+        present, longest = self.num_steps, self._max_steps
+        if longest is None or not self._steps_s:
+            return present
+        step_s, exchange_s = statistics.median(self._steps_s), statistics.median(self._exchanges_s)
+        split = RoundSplit(batch_samples=1, inner_steps=present, speeds=(1.0,), max_inner_steps=longest)
+        found = split.fitted(max(step_s, 1e-6), exchange_s, 0.0, 0.5, MIN_STEPS_CHANGE).inner_steps
+        if found != present:
+            why = f"an exchange takes {exchange_s:.3g} s, a step {step_s:.3g} s, measured"
+            print_line(f"ringweave: ring {self._ring.cursor.ring}: {found} local steps a push, not {present}: {why}")
+        return found
 
     def send_pending(self) -> None:
         """Start a due push between two steps; on the representative."""
@@ -378,20 +441,27 @@ class LocalStepChanges:
         answer = self._ring.broadcast_from_first(self._fetch_answer, self._worker.received.pieces)
         self._background_exchange = None
         is_lost = answer.get("is_expired", False)
-        self._ring.change_atomically(lambda: cursor.count_answer(answer.get("version"), is_lost=is_lost))
+
+        def count() -> None:
+            cursor.count_answer(answer.get("version"), is_lost=is_lost)
+            cursor.local_steps = answer.get("local_steps", 0)
+
+        self._ring.change_atomically(count)
         if is_lost:
             self._ring.samples.clear()
             self._worker.apply_parameters(answer["version"])
         return answer
 
     def _fetch_answer(self) -> FetchedJson:
-        return self._current_exchange().wait()
+        exchange = self._current_exchange()
+        answer = exchange.wait()
+        return {**answer, "local_steps": self._derive_steps(exchange.duration_s)}
 
     def _current_exchange(self) -> "_BackgroundExchange":
         """Return the exchange in progress; start it if there is none."""
         ring_push = self._pending_push()
         if self._background_exchange is None or self._background_exchange.sequence != ring_push.sequence:
-            self._background_exchange = _BackgroundExchange(self._worker, ring_push, self.outbox)
+            self._background_exchange = _BackgroundExchange(self._worker, ring_push, self.outbox, self._clock)
         return self._background_exchange
 
     def _changes(self) -> list[Tensor]:
@@ -412,8 +482,12 @@ class LocalStepChanges:
 class _BackgroundExchange:
     """A push in progress with the following pull, in a thread that delays no end of a process."""
 
-    def __init__(self, worker: RingWorker, ring_push: RingPush, outbox: FlatTensors) -> None:
-        self.sequence = ring_push.sequence
+    def __init__(
+        self, worker: RingWorker, ring_push: RingPush, outbox: FlatTensors, clock: Callable[[], float]
+    ) -> None:
+        self.sequence, self._clock = ring_push.sequence, clock
+        self.duration_s = 0.0
+        """Measured: seconds of the exchange, once it has ended."""
         self._answer: FetchedJson = {}
         self._exchange = lambda: worker.exchange(ring_push, outbox)
         self._error: Exception | None = None
@@ -432,9 +506,11 @@ class _BackgroundExchange:
         return self._answer
 
     def _run(self) -> None:
+        began_s = self._clock()
         try:
             with torch.no_grad():
                 self._answer = self._exchange()
+            self.duration_s = self._clock() - began_s
         except Exception as error:  # raised by `wait`
             self._error = error
 

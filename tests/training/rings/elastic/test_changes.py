@@ -24,8 +24,11 @@ class Server:
         self.rounds: list[RingPush] = []
         self.error: Exception | None = None
         self.has_left = False
+        self.now_s, self.push_s = 0.0, 0.0
+        """Virtual time, and what a push takes of it."""
 
     def push(self, round_: RingPush, content: Sequence[memoryview]) -> None:
+        self.now_s += self.push_s
         if self.error is not None:
             raise self.error
         if round_.sequence == self.sequence:
@@ -59,13 +62,14 @@ class Member:
 
     starts_pushes_at_once = misses_samples = is_connected = False
 
-    def __init__(self, server: Any, num_steps: int = 2) -> None:
+    def __init__(self, server: Any, num_steps: int = 2, max_steps: int | None = None) -> None:
         self.parameter = torch.zeros(3, dtype=torch.float64)
         self.is_representative = True
         self.cursor, self.samples = RingCursor(ring=0), UnpushedSamples()
         self.server = server
         self.num_spread = 0
-        worker = RingWorker(self, [self.parameter], local_steps=num_steps)
+        clock = lambda: server.now_s  # noqa: E731 - virtual time
+        worker = RingWorker(self, [self.parameter], local_steps=num_steps, max_local_steps=max_steps, clock=clock)
         assert worker.changes is not None
         self.changes = worker.changes
         self.changes.reset_base()
@@ -84,7 +88,8 @@ class Member:
         return json.loads(json.dumps(fetch()))
 
     def step(self, by: float) -> None:
-        """A local step of four samples that moves the parameters."""
+        """A local step of four samples, a virtual second, that moves the parameters."""
+        self.server.now_s += 1.0
         self.samples.add(4, 0.5)
         self.parameter += by
         self.changes.count_step()
@@ -109,6 +114,45 @@ def test_what_is_pushed_is_taken_in_one_push_later_with_the_ring_s_own_change_on
     assert server.value == 4.0 + 1.0 + 30.0
     assert [each.base_version for each in server.rounds] == [0, 0], "the first two were computed on the same parameters"
     assert [(each.num_samples, each.batch_share, each.content) for each in server.rounds] == [(8, 0.5, "change")] * 2
+
+
+def steps_between_pushes(member: Member, server: Server, num_pushes: int) -> list[int]:
+    """Step and push; return the local steps before each push."""
+    counts, since = list[int](), 0
+    while len(counts) < num_pushes:
+        member.step(1.0)
+        since += 1
+        if member.cursor.pending is not None and member.samples.num_batches == 0:
+            counts.append(since)
+            since = 0
+            member.changes.send_pending()
+            member.changes.wait_answered()
+    return counts
+
+
+def test_derived_local_steps_are_as_many_as_an_exchange_needs_and_follow_drift(capsys: pytest.CaptureFixture) -> None:
+    member = Member(server := Server(), num_steps=64, max_steps=500)
+    server.push_s = 21.0
+    assert steps_between_pushes(member, server, 4) == [64, 64, 30, 30], "an exchange takes 0.7 of its round"
+    server.push_s = 140.0
+    assert steps_between_pushes(member, server, 16)[-1] == 200
+    server.push_s = 1e6
+    assert steps_between_pushes(member, server, 16)[-1] == 500
+    assert "ring 0: 30 local steps a push, not 64: an exchange takes 21 s, a step 1 s" in capsys.readouterr().out
+
+
+def test_fixed_local_steps_stay() -> None:
+    member = Member(server := Server(), num_steps=4)
+    server.push_s = 100.0
+    assert steps_between_pushes(member, server, 4) == [4, 4, 4, 4]
+
+
+def test_who_joins_knows_the_derived_local_steps() -> None:
+    old, new = Member(server := Server(), num_steps=64, max_steps=500), Member(server, num_steps=64, max_steps=500)
+    server.push_s = 21.0
+    steps_between_pushes(old, server, 3)
+    new.cursor.load_json(json.loads(json.dumps(old.cursor.to_json())))
+    assert (old.changes.num_steps, new.changes.num_steps) == (30, 30)
 
 
 def test_before_rings_meet_what_is_left_is_pushed_and_what_comes_back_is_not_asked_for() -> None:

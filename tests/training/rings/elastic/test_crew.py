@@ -127,10 +127,10 @@ def test_a_ring_that_begins_again_has_what_its_ring_progress_says_of_this_epoch(
     old.load_json(2, [[30, 7], [28, 5], [2, 2]])
     left = {"epoch": 2, "accounts": old.to_json()}
     assert "is_ring_progress" in ring_progress.ring_progress_json(old)
-    ring.resume_ring([5, 9, 6, 2, 9, None, None], 2, left)
+    ring.resume_ring([5, 9, 6, 2, 9, 0, None, None], 2, left)
     assert (ring.cursor.num_pushed, ring.cursor.num_shards, crew.progress.epoch) == (5, 6, 2)
     assert (crew.accounting.epoch_account().total.num_samples, ring.has_whole_epoch) == (28, False)
-    ring.resume_ring([5, 9, 6, 4, 9, None, None], 3, left)
+    ring.resume_ring([5, 9, 6, 4, 9, 0, None, None], 3, left)
     assert crew.accounting.epoch_account().total == SampleAccount(), "of another epoch"
     ring.open_epoch(4)
     assert ring.has_whole_epoch
@@ -141,7 +141,7 @@ def test_the_server_is_told_before_an_epoch_is_formed_but_for_the_first() -> Non
     _, ring = make(told.append)
     membership = Membership(generation_id=(1, 1), statuses=tuple(MemberStatus(member=member) for member in MEMBERS))
     pending = {"num_samples": 8, "batch_share": 0.5, "ring_progress": "{}", "spans": [[4, 8]]}
-    notes = [{"ring": [4, 8, 5, 2, 9, pending, {"epoch": 1, "done": [[0, 4]], "seed": 3}], "is_whole": False}] * 2
+    notes = [{"ring": [4, 8, 5, 2, 9, 30, pending, {"epoch": 1, "done": [[0, 4]], "seed": 3}], "is_whole": False}] * 2
     ring.check_membership(membership)
     assert told == []
     ring.begin_generation(notes[0], is_joining=True)
@@ -153,6 +153,7 @@ def test_the_server_is_told_before_an_epoch_is_formed_but_for_the_first() -> Non
             num_shards=5,
             num_barriers=2,
             next_version=9,
+            local_steps=30,
             pending=PendingPush(num_samples=8, batch_share=0.5, ring_progress="{}", spans=((4, 8),)),
             start=ResumeStart(epoch=1, done=((0, 4),), seed=3),
         ),
