@@ -22,7 +22,7 @@ from ringweave.launcher import entry, outcome, run_dir
 from ringweave.launcher.node_context import HostContext, NodeContext
 from ringweave.launcher.outcome import RunRecorder
 from ringweave.launcher.output import OutputConsole, write_message, write_notice
-from ringweave.launcher.restarts import RunRestartPolicy
+from ringweave.launcher.restarts import EARLY_S, MAX_OWN_FAILURES, RestartPolicy
 from ringweave.launcher.run_dir import RunDir, path_from_here
 from ringweave.launcher.scale_requests import ScaleLimits, ScaleRequests
 from ringweave.launcher.services import CoordinatorProcesses, JobServer, run_coordinators
@@ -132,19 +132,26 @@ def run_here(request: RunRequest, *, environ: Mapping[str, str], stdout: TextIO,
     """
     output = OutputConsole({"stdout": stdout.buffer, "stderr": stderr.buffer}, environ)  # type: ignore[attr-defined]
     with run_dir.hold_run_dir(request.run_dir), collect_interrupts() as interrupts:
-        attempts = RunRestartPolicy()
+        attempts = RestartPolicy()
         while True:
             started_s = time.monotonic()
             result, had_members = _run_attempt(request, environ, output, stderr, interrupts)
             first = outcome.first_cause(result.deaths)
             if request.elastic is None or result.outcome != "failed" or first is None or had_members:
                 return result
-            stop_reason = attempts.stop_reason(first, time.monotonic() - started_s)
-            if stop_reason:
-                write_notice(f"no restart: {stop_reason}", stderr)
+            now_s = time.monotonic()
+            attempts.record_end(now_s - started_s, now_s, is_own_failure=first.exit.signal_name is None)
+            if attempts.has_given_up:
+                write_notice(f"no restart: {_stop_reason(attempts)}", stderr)
                 return result
             why = "no worker had called ringweave.prepare"
             write_notice(f"{why}, so all workers restart, from their last checkpoint if there is one", stderr)
+
+
+def _stop_reason(attempts: RestartPolicy) -> str:
+    if attempts.num_own_failures >= MAX_OWN_FAILURES:
+        return f"{attempts.num_own_failures} attempts in a row ended with an exception of the script"
+    return f"{attempts.num_failed_starts} attempts in a row ended within {EARLY_S:g} s each"
 
 
 def _run_attempt(

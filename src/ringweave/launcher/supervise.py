@@ -24,7 +24,7 @@ from ringweave.launcher.restarts import (
     PastMembers,
     RestartDecision,
     SlotExit,
-    WorkerRestartPolicy,
+    WorkerRestarts,
 )
 from ringweave.launcher.run_dir import RunDir, path_from_here
 from ringweave.launcher.scale_requests import ScaleRequests
@@ -155,7 +155,7 @@ class ElasticRules:
     """The workers that are started, followed by those that may be requested later."""
     past_members: Callable[[Collection[str]], PastMembers]
     """Returns the past members, in particular of these names; before the first member, any failed worker ends all."""
-    restarts: WorkerRestartPolicy = field(default_factory=WorkerRestartPolicy)
+    restarts: WorkerRestarts = field(default_factory=WorkerRestarts)
     new_member: Callable[[WorkerSpec, str], WorkerSpec] = next_member
     """Returns a slot's worker as a new member, from the worker and the member name of its last process; may raise
     LaunchError."""
@@ -608,7 +608,7 @@ class NodeSetup:
             query_credentials: Returns the credentials with which they are queried.
             new_member: Returns a slot's worker as a new member.
             scale_requests: Requests for another number of workers.
-            ends_without_services: See `WorkerRestartPolicy`.
+            ends_without_services: See `WorkerRestarts`.
         """
         query = CoordinatorQuery(() if self.node_context.lab_name else coordinators, query_credentials)
         is_quick = self.num_spares or gains_from_fork_server(self.program, environ)
@@ -617,7 +617,7 @@ class NodeSetup:
             past_members=MembershipHistory(self.run_dir.events, query.members).read,
             new_member=new_member,
             scale_requests=scale_requests,
-            restarts=WorkerRestartPolicy(
+            restarts=WorkerRestarts(
                 first_delay_s=0.0 if is_quick else 1.0, ends_without_services=ends_without_services
             ),
             evicted_members=EvictionWatcher(self.run_dir.events).evicted_members,
