@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,16 +21,31 @@ from ringweave.comm.native_backend import NativeBackends, OrderedNccl
 from ringweave.comm.wire_scope import WireScope
 from ringweave.environment import EXACT
 from ringweave.schedules import CollectiveKind
-from ringweave.schedules.program import Instruction, Opcode, RankProgram, segment_bounds
-
-if TYPE_CHECKING:
-    from ringweave.comm.engine.engine import CompiledProgram
-
+from ringweave.schedules.program import Instruction, Opcode, RankProgram, SegmentMarks, segment_bounds, segment_marks
 
 _ENCODED_OPERATIONS = frozenset({"sum", "avg"})
 """Reduce operations whose float32 messages may be encoded."""
 _NOT_IN_NCCL = frozenset({"band", "bor", "bxor"})
 """Reduce operations that Gloo has and NCCL has not."""
+
+
+@dataclass(slots=True)
+class CompiledProgram:
+    """Program for one kind of message."""
+
+    program: RankProgram
+    signature: int
+    """Part of the tag, so that ranks with different programs find out at the first message."""
+    bounds: tuple[int, ...]
+    """Bounds of its segments."""
+    _segment_marks: SegmentMarks | None = None
+
+    @property
+    def segment_marks(self) -> SegmentMarks:
+        """Marks for messages of devices, made when first needed."""
+        if self._segment_marks is None:
+            self._segment_marks = segment_marks(self.program, self.bounds)
+        return self._segment_marks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,7 +70,7 @@ class CollectiveMessage:
     """Format that it is asked to take on slow links, or `auto`."""
     residual: torch.Tensor | None = None
     """Errors of earlier encoded messages, on the host, in float32; None where nothing is encoded, or they are lost."""
-    program: "Future[CompiledProgram] | None" = None
+    program: Future[CompiledProgram] | None = None
     """None for the native backend."""
     makes_program: bool = field(default=False, init=False)
     """This collective makes the program."""

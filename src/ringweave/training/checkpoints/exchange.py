@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -29,17 +29,7 @@ from ringweave.training.rings.shard_source import ShardSource
 _BROADCAST_BYTES = 16 << 20
 
 
-class RankMessages(Protocol):
-    """Messages among all ranks, as far as checkpoints need them."""
-
-    rank: int
-
-    def gather_json(self, document: Mapping[str, object]) -> list[dict]: ...
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor: ...
-
-
-def rank_messages(environ: Mapping[str, str]) -> RankMessages | None:
+def rank_messages(environ: Mapping[str, str]) -> ControlGroup | None:
     """Return the messages among the ranks of the process group; None for a single process.
 
     Raises:
@@ -65,13 +55,13 @@ def agree_on_run(environ: Mapping[str, str]) -> str:
     return f"{int(own if messages is None else messages.broadcast(own)):08x}"
 
 
-def any_rank(messages: RankMessages | None, *, is_true: bool) -> bool:
+def any_rank(messages: ControlGroup | None, *, is_true: bool) -> bool:
     """Return True if it is true on some rank; a collective."""
     return is_true if messages is None else any(said["is"] for said in messages.gather_json({"is": is_true}))
 
 
 def agree_on_checkpoint(
-    own: tuple[CheckpointFile, CheckpointContent] | None, messages: RankMessages
+    own: tuple[CheckpointFile, CheckpointContent] | None, messages: ControlGroup
 ) -> tuple[CheckpointFile, CheckpointContent] | None:
     """Agree on the newest checkpoint of all ranks; ranks without it get its bytes from a rank that has it.
 
@@ -100,7 +90,7 @@ def _broadcast_checkpoint(
     own_checkpoint: tuple[CheckpointFile, CheckpointContent] | None,
     best: tuple[int, str],
     source: int,
-    messages: RankMessages,
+    messages: ControlGroup,
 ) -> tuple[CheckpointFile, CheckpointContent]:
     """Broadcast the bytes of the source's file; ranks that have it drop them. If one rank fails, all fail."""
     name = f"step {best[0]} from rank {source}"

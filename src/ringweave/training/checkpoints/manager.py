@@ -17,7 +17,7 @@ from ringweave.param_server import snapshots
 from ringweave.param_server.messages import ResumeDecision, ServerStatus
 from ringweave.training import gradients
 from ringweave.training.checkpoints import exchange, format, store
-from ringweave.training.checkpoints.exchange import SERVER_PART, CheckpointReporter, RankMessages
+from ringweave.training.checkpoints.exchange import SERVER_PART, CheckpointReporter
 from ringweave.training.checkpoints.format import StateEncoder
 from ringweave.training.checkpoints.store import (
     CheckpointContent,
@@ -26,9 +26,11 @@ from ringweave.training.checkpoints.store import (
     StagingBuffers,
     WriteJob,
 )
+from ringweave.training.collectives import ControlGroup
 from ringweave.training.data.shared_loader import SharedLoader
 from ringweave.training.data.sources import OrderSource
-from ringweave.training.rings.shard_source import OfferedCheckpoint, ShardSource, loader_state
+from ringweave.training.rings.ring_progress import OfferedCheckpoint
+from ringweave.training.rings.shard_source import ShardSource, loader_state
 from ringweave.training.timing import cuda_devices
 
 if TYPE_CHECKING:
@@ -380,7 +382,7 @@ class Checkpoints:
             self._loader.count_train_steps(saved.train_step)
         return saved.train_step
 
-    def _load_shards(self, after: int, messages: RankMessages | None) -> tuple[CheckpointFile, int] | None:
+    def _load_shards(self, after: int, messages: ControlGroup | None) -> tuple[CheckpointFile, int] | None:
         """Restore the newest complete checkpoint with shards of a train step later than `after`.
 
         Returns:
@@ -541,7 +543,7 @@ class Checkpoints:
         else:
             format.restore_rng_state(state, self._gpu)
 
-    def _restore_site(self, saved: CheckpointFile, content: CheckpointContent, messages: exchange.RankMessages) -> None:
+    def _restore_site(self, saved: CheckpointFile, content: CheckpointContent, messages: ControlGroup) -> None:
         """Restore what differs between sites, on all ranks or none; without it all sites have rank 0's."""
         rank, world_size = _rank_and_world_size()
         is_first, found = rank in self._sites[0], None

@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 from ringweave.errors import TrainingError, explain
 from ringweave.files import file_io
 from ringweave.training.checkpoints import format, store
-from ringweave.training.checkpoints.exchange import RankMessages
 from ringweave.training.checkpoints.format import DTYPE_BY_NAME, SavedShards, StateEncoder
 from ringweave.training.checkpoints.store import CheckpointFile
+from ringweave.training.collectives import ControlGroup
 
 _OPTIMIZER_STATE = re.compile(r"state\.(\d+)\.")
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -79,7 +79,7 @@ def is_sharded(part: object) -> bool:
     return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
-def agree_on_sets(folder_sets: Sequence[Sequence[CheckpointFile]], messages: RankMessages | None) -> list[Any]:
+def agree_on_sets(folder_sets: Sequence[Sequence[CheckpointFile]], messages: ControlGroup | None) -> list[Any]:
     """Return the complete checkpoints, newest first, that all ranks see.
 
     Raises:
@@ -104,7 +104,7 @@ def agree_on_sets(folder_sets: Sequence[Sequence[CheckpointFile]], messages: Ran
     return [own[key] for key in seen[0] if all(key in keys for keys in seen)]
 
 
-def find_damage(files: Sequence[CheckpointFile], messages: RankMessages | None) -> list[str]:
+def find_damage(files: Sequence[CheckpointFile], messages: ControlGroup | None) -> list[str]:
     """Return what is wrong with the files of a checkpoint; each file is read by one rank, and all know of it."""
     rank, step = (0, 1) if messages is None else (messages.rank, len(messages.gather_json({})))
     found = []

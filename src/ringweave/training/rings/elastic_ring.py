@@ -29,9 +29,14 @@ from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.trainer import TrainerState
 from ringweave.training.elastic.training_state import IncompleteStep
 from ringweave.training.rings import ring_progress
-from ringweave.training.rings.ring_progress import RingCursor, RingProgress, SlotAssignment
+from ringweave.training.rings.ring_progress import (
+    OfferedCheckpoint,
+    ResumeStart,
+    RingCursor,
+    RingProgress,
+    SlotAssignment,
+)
 from ringweave.training.rings.ring_worker import RingWorker
-from ringweave.training.rings.shard_source import OfferedCheckpoint, ResumeStart
 from ringweave.training.timing import StepTimer
 
 _MAX_SILENT_PAUSE_S = 1.0

@@ -39,8 +39,8 @@ from ringweave.training.mode_choice.forecast import RingReconsideration
 from ringweave.training.options import Asynchronous
 from ringweave.training.recorder import Recorder
 from ringweave.training.rings.ring_formation import RingFormation, RingShares, find_better_rings
+from ringweave.training.rings.ring_progress import OfferedCheckpoint, ResumeStart
 from ringweave.training.rings.ring_worker import ParameterServerOptimizer, RingWorker, StaticExchange
-from ringweave.training.rings.shard_source import OfferedCheckpoint, ResumeStart
 
 _OPTIMIZER_STATE = "state of the optimizer in a ring"
 
