@@ -67,7 +67,6 @@ def _print_result(machine: Machine, leadership: LeaderChoice, cluster: Cluster |
 
 
 def _single_node_cluster(machine: Machine, leadership: LeaderChoice, is_given: bool) -> Cluster:
-    """Return the cluster of this machine alone."""
     node = discovery.machine_to_node(machine, leadership, is_given=is_given)
     _write_notes(discovery.assumed_rate_remarks(machine, node))
     return discovery.merge_nodes([node], name=node.name[:63])

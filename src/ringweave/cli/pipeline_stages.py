@@ -81,7 +81,6 @@ class PipelineModel:
 
     blocks: tuple[_Block, ...]
     num_samples: int
-    """Samples of a microbatch."""
     num_microbatches: int
     schedule: str
     wire: str = "exact"
@@ -365,7 +364,6 @@ def _parse_splits(text: str, count: int) -> tuple[int, ...]:
 
 
 def _slow_nodes(faults: Sequence[Fault], nodes: Collection[str]) -> dict[str, float]:
-    """Return factors on the time of nodes."""
     found: dict[str, float] = {}
     for fault in faults:
         if not isinstance(fault, NodeSlowdown) or fault.node not in nodes:

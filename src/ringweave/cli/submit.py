@@ -45,7 +45,6 @@ class JobPlan:
 
     nodes: tuple[NodePlacement, ...]
     split_reason: str
-    """Reason of the split."""
     ring: tuple[int, ...] = ()
     """Global ranks in the order of the ring of all workers; this and the next three only if the network is planned."""
     leaders: tuple[int, ...] = ()

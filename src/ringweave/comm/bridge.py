@@ -602,7 +602,6 @@ class DeviceBridge:
         self._channels.clear()
 
     def _streams(self, device: torch.device) -> list[tuple[Any, Any]]:
-        """Return the streams to the host and to the device of each channel."""
         parts = [self._channel(device, index) for index in range(NUM_CHANNELS)]
         return [(part.fetch_stream, part.put_stream) for part in parts]
 

@@ -23,7 +23,6 @@ class ArchitectureSetting:
     """Inputs of the formulas. Times that follow from them are predicted."""
 
     num_workers: int
-    """N."""
     num_groups: int
     """k: rings of workers. Only the architectures of `GROUPED_ARCHITECTURES` use it."""
     num_bytes: float
@@ -324,13 +323,7 @@ def fastest_over_workers(settings: Sequence[ArchitectureSetting], names: Sequenc
 def settings_over_workers(
     setting: ArchitectureSetting, workers: Sequence[int], groups_of: Callable[[int], int]
 ) -> list[ArchitectureSetting]:
-    """Return the setting at other numbers of workers.
-
-    Args:
-        setting: The other inputs.
-        workers: The numbers of workers.
-        groups_of: Returns the number of groups for a number of workers.
-    """
+    """Return the setting at other numbers of workers."""
     return [dataclasses.replace(setting, num_workers=count, num_groups=groups_of(count)) for count in workers]
 
 

@@ -28,7 +28,6 @@ class InputProblem:
     what: str
     """Subject of the error, such as `switch of node a0`."""
     got: object
-    """The value found."""
     expected: str
     """Allowed values, completing "expected ..."."""
     do: str

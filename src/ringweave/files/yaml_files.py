@@ -215,7 +215,6 @@ class FileKind:
     fix_empty: str
     """Fix for an empty file."""
     fix_too_large: str
-    """Fix for a file that is too large."""
 
 
 def load_yaml_file(path: str | os.PathLike[str], kind: FileKind, build: Callable[[Any], _BuiltT]) -> _BuiltT:

@@ -170,7 +170,6 @@ class RingweaveStrategy(LaunchedStrategy, strategies.DDPStrategy):
             self._training.progress.resume()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Begin a batch."""
         self._pass_number += 1
         self.set_world_ranks()  # another worker is the first one, if that is lost
 

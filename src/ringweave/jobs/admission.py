@@ -131,12 +131,6 @@ def _has_job_ended(job: Job) -> bool:
 def check_retry(job: Job, *, existing: Iterable[Job], permissions: PermissionCache, now: float) -> None:
     """Refuse a retry with which the requester would exceed the GPU limit that applies now.
 
-    Args:
-        job: The job to retry.
-        existing: All jobs of the platform.
-        permissions: Cache of permissions.
-        now: Seconds on a monotonic clock.
-
     Raises:
         JobError: The limit would be exceeded.
     """
@@ -234,14 +228,12 @@ class PolicyRule:
     users: tuple[str, ...]
     """User names; `*` means all users."""
     verbs: tuple[str, ...] = JOB_VERBS
-    """Allowed verbs."""
     any_owner: bool = False
     """Valid for other users' jobs too."""
     max_gpus: int | None = None
     """Limit on the GPUs of all jobs of one user that have not ended; None: no limit."""
 
     def applies_to(self, requester: str, verb: str) -> bool:
-        """Return whether the rule allows the verb to the requester."""
         return verb in self.verbs and (requester in self.users or ALL_USERS in self.users)
 
 

@@ -48,12 +48,7 @@ def advance_record(job: Job, observed: ObservedJobState, now: float) -> JobRecor
 
 
 def record_after_preemption(record: JobRecord, cause: str) -> JobRecord:
-    """Return the record of a job whose platform preempted all groups at once and allocated again: an uncharged round.
-
-    Args:
-        record: As saved last.
-        cause: Text for people.
-    """
+    """Return the record after the platform has preempted all groups at once and allocated again: an uncharged round."""
     if record.outcome is not None:
         return record
     return _start_next_round(record, cause)
@@ -82,7 +77,6 @@ def should_run(job: Job, record: JobRecord) -> bool:
 
 
 def _update_progress(job: Job, groups: GroupsByAttempt) -> JobRecord:
-    """Mark attempts as seen and update the progress of their groups."""
     nodes = list(job.record.nodes)
     for node in job.used_nodes:
         known = nodes[node]
@@ -153,15 +147,7 @@ def _stop_job(job: Job, record: JobRecord, now: float) -> JobRecord:
 
 
 def fail_after_preemptions(job: Job, record: JobRecord, cause: str, count: int, now: float) -> JobRecord:
-    """Return the record of a job that failed because its platform preempted it too often in a row.
-
-    Args:
-        job: The job.
-        record: As saved last.
-        cause: Text for people.
-        count: Preemptions in a row.
-        now: Seconds on the clock of the job.
-    """
+    """Return the record of a job that failed because its platform preempted it too often in a row."""
     if record.outcome is not None:
         return record
     why = make_reason("Preempted", job=job.request.name, count=count, detail=cause)
@@ -360,7 +346,6 @@ class _StatusContext:
     groups: Mapping[tuple[int, int], ObservedGroup]
 
     def current_group(self, node: int) -> ObservedGroup | None:
-        """Return the group of the node's current attempt."""
         return self.groups.get((node, self.record.nodes[node].attempt))
 
     def is_at_barrier(self, node: int) -> bool:

@@ -37,7 +37,6 @@ class WorkerSplit:
 
     @property
     def num_nodes(self) -> int:
-        """Return the number of used nodes."""
         return sum(1 for count in self.counts or () if count)
 
     def __str__(self) -> str:
@@ -63,11 +62,6 @@ def split_workers(total: int, capacities: Sequence[int], *, min_per_node: int = 
 
     Nodes with a capacity below the minimum are left out. The k largest others are used (ties by order), where k is the
     smallest sufficient number. They are filled in node order, leaving the minimum for each later node.
-
-    Args:
-        total: GPUs, or CPU workers, in all.
-        capacities: Capacity of each node, in node order.
-        min_per_node: Minimum number of workers on a used node.
 
     Returns:
         The counts, or the nearest totals that can be split.

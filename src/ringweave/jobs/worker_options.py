@@ -47,12 +47,7 @@ def parse_rank_order(text: str) -> RankOrder:
 
 
 def assign_ranks(counts: Sequence[int], order: RankOrder) -> list[tuple[int, int]]:
-    """Return (node index, local rank) of every global rank.
-
-    Args:
-        counts: Number of devices of each node.
-        order: Order in which the devices get ranks.
-    """
+    """Return (node index, local rank) of every global rank."""
     slots = [(node_index, local_rank) for node_index, count in enumerate(counts) for local_rank in range(count)]
     if order.kind == "round-robin":
         slots.sort(key=lambda place: (place[1], place[0]))
@@ -101,7 +96,6 @@ class WorkerOptions:
         return self.encrypt == "on" or (self.encrypt == "auto" and between_hosts)
 
     def apply_to(self, environment: WorkerEnvironment) -> WorkerEnvironment:
-        """Return a worker's environment with these options."""
         return replace(environment, **self.to_fields("order", "encrypt"))
 
     def to_fields(self, *left_out: str) -> dict[str, Any]:

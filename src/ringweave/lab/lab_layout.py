@@ -112,10 +112,8 @@ class CablePort:
     """One end of a cable: it sends on one link, and its queue limits that link."""
 
     namespace: str
-    """Name of the network namespace that it is in."""
     interface: str
     link: str
-    """Name of the link that it sends on."""
     rate_bytes_per_s: float
 
 
@@ -143,7 +141,6 @@ class LabLayout:
 
     @property
     def switch_namespace(self) -> str:
-        """Name of the namespace with all bridges."""
         return namespace_name(self.name, CORE)
 
     @property

@@ -42,10 +42,6 @@ def command_line(pid: int) -> str:
 def end_processes(namespaces: Collection[NamespaceId], *, other_pids: Callable[[], Collection[int]] = tuple) -> None:
     """End all processes in these namespaces: SIGTERM, then SIGKILL.
 
-    Args:
-        namespaces: Processes in any of them are ended.
-        other_pids: Returns the ids of further processes to end, as of now.
-
     Raises:
         LabError: Some processes do not end.
     """

@@ -128,9 +128,6 @@ class Throttle:
     def step(self, num_periods: int) -> float:
         """Charge all devices, stop those that have spent their quota, and begin periods; return the least balance.
 
-        Args:
-            num_periods: Periods that have begun since the last call.
-
         Returns:
             Seconds of processor time that the device nearest to its limit has left.
         """

@@ -287,12 +287,7 @@ class MembershipHistory:
     """
 
     def __init__(self, path: Path, query_coordinators: Callable[[Collection[str]], Collection[str]]) -> None:
-        """Create the object; queries no coordinator yet.
-
-        Args:
-            path: Path of the event log.
-            query_coordinators: Queries the coordinators for the current members, in particular for these names.
-        """
+        """Create the object; queries no coordinator yet."""
         self._tail, self._query_coordinators = EventTail(path), query_coordinators
         self._from_events, self._from_coordinators = PastMembers(), set[str]()
 

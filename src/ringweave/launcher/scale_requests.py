@@ -34,7 +34,6 @@ class ScaleAnswer:
     """Answer of a run to a request for another number of workers."""
 
     workers: int
-    """Requested number of workers."""
     before: int
     """Previously requested number of workers."""
     starting: Sequence[int] = ()
@@ -79,14 +78,7 @@ class ScaleRequests:
         workers: int,
         notify_user: Callable[[str], object] = lambda text: None,
     ) -> None:
-        """Remove a request that was left for an earlier run in this directory.
-
-        Args:
-            run_dir: Run directory.
-            limits: Limits of the run.
-            workers: Initial number of workers.
-            notify_user: Gets each granted answer as text.
-        """
+        """Remove a request that was left for an earlier run in this directory."""
         self._path, self._limits, self._notify_user = run_dir.scale_request, limits, notify_user
         self._events = telemetry.EventLog(run_dir.events)
         self._request_id = ""

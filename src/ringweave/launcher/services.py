@@ -137,7 +137,6 @@ class ServiceProcesses(abc.ABC):
 
     @property
     def num_connections(self) -> int:
-        """Number of connections that are open now."""
         return sum(
             count_established(process.pid, self._own_endpoints[index].advertised.port)
             for index, process in self._processes.items()

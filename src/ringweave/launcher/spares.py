@@ -101,7 +101,6 @@ class Spare:
     import_s: float = 0.0
     """Seconds of its imports, measured."""
     can_fork: bool = False
-    """It is a fork server."""
     printed: dict[str, bytes] = field(default_factory=lambda: {"stdout": b"", "stderr": b""})
     """Output of a fork server's imports that no worker's log has yet."""
 
@@ -119,7 +118,6 @@ class SpareRules:
     node_entry: "Callable[[WorkerSpec], NodeEntry]"
     """Returns the way of a running process into a worker's node."""
     on_ready: Callable[[Spare], object]
-    """Gets each spare that has become ready."""
     on_give_up: Callable[[str], object]
     """Gets the reason, in words, when no more spares are started."""
 

@@ -162,7 +162,6 @@ class ElasticRules:
     scale_requests: ScaleRequests | None = None
     """Requests for another number of workers; None if there can be none."""
     evicted_members: Callable[[], Collection[str]] = frozenset
-    """Returns the names of the members evicted so far."""
     notify_user: Callable[[str], object] = lambda text: None
     """Gets a text about each slot that cannot be started and is retried or given up."""
     on_give_up: Callable[[WorkerFailure, str], object] = lambda failure, reason: None
@@ -180,15 +179,7 @@ class ElasticSlots:
         failure_of: Callable[[WorkerState], WorkerFailure | None],
         clock: Callable[[], float],
     ) -> None:
-        """Begin with workers that have been started.
-
-        Args:
-            rules: Rules of the workers.
-            launcher: Launcher that has started them.
-            recorder: Gets each start.
-            failure_of: Returns the failure of a worker.
-            clock: Must be the launcher's.
-        """
+        """Begin with workers that have been started."""
         self._rules, self._launcher, self._recorder, self._failure_of = rules, launcher, recorder, failure_of
         self._workers = {worker.global_rank: worker for worker in rules.slots.workers}
         self._num_wanted = rules.scale_requests.workers if rules.scale_requests else len(self._workers)
@@ -405,7 +396,6 @@ class NodePlan:
     """Plan of the workers on one node of a job, or on all nodes of a run."""
 
     group: WorkerGroup
-    """The workers to start."""
     environ: Mapping[str, str]
     """Environment that services inherit."""
     services: Sequence[ServiceProcesses] = ()

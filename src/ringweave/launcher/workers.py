@@ -56,7 +56,6 @@ class WorkerProgram:
 
     @property
     def is_script(self) -> bool:
-        """Return whether the target is the path of a script."""
         return not (self.is_module or self.is_command)
 
     def argv(self, python: str, *, entry: str | None = None) -> tuple[str, ...]:
@@ -93,7 +92,6 @@ class WorkerSpec:
     local_rank: int
     """Index among the workers of its node, and of its device there."""
     node: str
-    """Name of its node."""
     environ: Mapping[str, str]
     """Variables that override its inherited environment."""
 

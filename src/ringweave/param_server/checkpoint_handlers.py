@@ -38,9 +38,7 @@ class CheckpointJobAccess(Protocol):
     changed: threading.Condition
     job: ServerJob | None
 
-    def find_job(self, term: int, ring: int, peer: Identity) -> ServerJob:
-        """Return the job, if that peer belongs to that ring."""
-        ...
+    def find_job(self, term: int, ring: int, peer: Identity) -> ServerJob: ...
 
     def started_job(self) -> ServerJob: ...
 

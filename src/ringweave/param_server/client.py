@@ -293,7 +293,6 @@ class RingClient:
         return self._call(once)
 
     def end_benchmark(self) -> None:
-        """End the benchmarks of this process."""
         self._call(lambda client, term: client.call(EndExchangeBenchmark(term=term), timeout_s=self._answer_timeout_s))
 
     def pull(self, after_sequence: int, into: Sequence[Buffer]) -> int:

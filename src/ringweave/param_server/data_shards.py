@@ -34,7 +34,6 @@ class DataPosition:
 
     @property
     def num_done(self) -> int:
-        """Number of those samples."""
         return sum(count for _, count in self.done)
 
     def after_push(self, pass_number: int, epoch: int, spans: Iterable[Span]) -> "DataPosition":

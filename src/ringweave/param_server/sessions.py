@@ -82,9 +82,7 @@ class RingJobAccess(Protocol):
         """Return the result of a barrier without the absent rings; None if another one is missing."""
         ...
 
-    def find_job(self, term: int, ring: int, peer: Identity) -> ServerJob:
-        """Return the job, if that peer belongs to that ring."""
-        ...
+    def find_job(self, term: int, ring: int, peer: Identity) -> ServerJob: ...
 
     def find_job_for_leader(self, term: int, ring: int, peer: Identity) -> ServerJob:
         """Return the job, if that peer is the ring's current representative."""

@@ -423,7 +423,6 @@ class LeaderReplay:
             self._service.started_job().record_barrier_result(answer)
 
     def _replay(self, ring: int, apply: Callable[[ServerJob], object]) -> None:
-        """Apply an event of a ring that the leader has heard."""
         with self._service.changed:
             job = self._service.started_job()
             job.note_heard(ring)
@@ -631,7 +630,6 @@ class ServerPair:
         self._last_complaint = ""
 
     def handlers(self, service: ParameterService) -> list[RpcHandler]:
-        """Return the handlers for the RPC server beside those of the service."""
         self._handlers = StandbyHandlers(self.leadership, service, self._connect)
         return self._handlers.handlers()
 

@@ -99,7 +99,6 @@ class ModeForecast:
     computing_s: float
     """Predicted: the part of `step_s` for the slowest ring's computing, and waiting in it for the slowest member."""
     rings: tuple[Ring, ...] = ()
-    """Rings of the modes with a server."""
     wire: str = EXACT
     """Wire format of the gradients."""
     inner_steps: int = 0

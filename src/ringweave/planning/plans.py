@@ -147,7 +147,6 @@ class WirePlan:
     """Basis of the choices for allreduces that are encoded on slow links."""
 
     format: str
-    """Name of the wire format."""
     zones: tuple[int, ...]
     """Zone of each rank; what passes from zone to zone is encoded."""
     demands: tuple[tuple[str, ScheduleDemand], ...]
@@ -164,7 +163,6 @@ class Plan:
     """
 
     nodes: tuple[str, ...]
-    """Name of the node of each rank."""
     ring_order: tuple[int, ...]
     """Ranks in the order of the ring."""
     groups: tuple[tuple[int, ...], ...]
@@ -225,7 +223,6 @@ class Plan:
 
     @property
     def matrix(self) -> tuple[tuple[int, ...], ...]:
-        """Return the leaders in rows."""
         return schedules.arrange_leaders(self.leaders, self.num_columns)
 
     def demand(self, name: str, kind: CollectiveKind = "allreduce", wire: str = EXACT) -> ScheduleDemand:

@@ -105,7 +105,6 @@ class RoundSplit:
 
     @property
     def round_steps(self) -> int:
-        """Train steps of a round."""
         return -(-self.inner_steps // self.fragments)
 
     @property
@@ -114,7 +113,6 @@ class RoundSplit:
         return -(-self.batch_samples // len(self.speeds))
 
     def samples_of_sites(self, num_samples: int) -> tuple[int, ...]:
-        """Return each site's samples of a round of so many samples."""
         speeds = [Speed(s_per_sample=1 / speed) for speed in self.speeds]
         return balancing.apportion(num_samples, speeds, min_samples=1 if num_samples >= len(speeds) else 0)
 
@@ -167,7 +165,6 @@ class SiteOrder:
     """(num_samples,) int64: samples of all sites, from the present position to the end of the epoch."""
     split: RoundSplit
     site: int
-    """Index of the site."""
 
     @functools.cached_property
     def rounds(self) -> list[tuple[int, int]]:

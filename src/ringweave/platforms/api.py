@@ -69,7 +69,6 @@ class Tombstones:
         return replace(job, record=replace(record, state=record.outcome, reason=reason, deleting=False))
 
     def close(self) -> None:
-        """Stop watching."""
         while self._watched:
             os.close(self._watched.popitem()[1][1])
 

@@ -128,7 +128,6 @@ class _RunEvents:
     newest: deque[EventView] = field(default_factory=lambda: deque(maxlen=records.MAX_EVENTS))
 
     def read(self) -> None:
-        """Read what is new."""
         for event in self.tail.iter_new():
             if event["kind"] == "run_started":
                 self.begun_s, self.progress = event["time"], None

@@ -52,7 +52,6 @@ class ConnectionTraffic:
         )
 
     def as_dict(self) -> dict[str, float]:
-        """Return the counters by name."""
         return asdict(self)
 
 

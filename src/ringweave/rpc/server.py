@@ -75,7 +75,6 @@ class RpcHandler:
     """Handler of one kind of message on a server."""
 
     message: type[RpcMessage]
-    """Class of the message."""
     handle: Callable[[RpcCall], RpcMessage | RpcReply]
     """Handles the call and returns the answer, of class `message.reply`. It runs in a thread of its own, beside calls
     of other peers. An error of the tree in `errors.py` reaches the caller with its text, any other without it."""

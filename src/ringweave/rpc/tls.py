@@ -97,13 +97,10 @@ class Credentials:
     """
 
     identity: Identity
-    """Identity of this process."""
     authority_pem: str
     """Certificate of the job's authority."""
     certificate_pem: str
-    """Certificate of this process."""
     key_pem: str = field(repr=False)
-    """Its private key."""
     token: str = field(repr=False)
     """Token of the job, the same for all processes: it protects against a lost certificate."""
 
@@ -389,9 +386,7 @@ class PeerAuthentication(Protocol):
     """Authentication of the two ends of a connection to each other, from one end."""
 
     @property
-    def identity(self) -> Identity:
-        """Identity of this end."""
-        ...
+    def identity(self) -> Identity: ...
 
     @property
     def token(self) -> str: ...

@@ -58,7 +58,6 @@ class Collective:
     """
 
     kind: CollectiveKind
-    """Name of the collective."""
     owners: tuple[int, ...] | None = None
     """Rank that owns each chunk; only for reduce-scatter and allgather."""
     root: int | None = None
@@ -192,7 +191,6 @@ class Schedule:
     name: str
     """Name of the generator: `ring`, `direct`, ...; not part of its identity."""
     collective: Collective
-    """The collective that it computes."""
     num_ranks: int
     """Size of the group."""
     shares: tuple[int, ...]

@@ -47,7 +47,6 @@ class WireFormat:
 
     name: str
     bits: int
-    """Bits of a value."""
     block_values: int
     """Values that share a scale; 0 without scales."""
     relative_error: float

@@ -96,12 +96,10 @@ class PipelineSchedule:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages, S."""
         return len(self.stages)
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches of a step."""
         return len(self.stages[0]) // 2 if self.stages else 0
 
     @property

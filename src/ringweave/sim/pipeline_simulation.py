@@ -79,12 +79,10 @@ class StageTimes:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages, S."""
         return len(self.forward_s) if self.devices is None else self.devices.num_stages
 
     @property
     def placed(self) -> StageDevices:
-        """Devices of the stages."""
         return self.devices or one_device_each(len(self.forward_s))
 
     @property

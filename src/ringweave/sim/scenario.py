@@ -399,5 +399,4 @@ class Routes:
         return [rank for rank, name in enumerate(self.nodes) if name == node]
 
     def values_by_link(self, values: Sequence[float]) -> dict[str, float]:
-        """Return values by link name instead of link number."""
         return dict(zip(self.names, values[2:], strict=True))

@@ -85,7 +85,6 @@ class StageDevices:
 
     @property
     def num_samples(self) -> int:
-        """Samples of a microbatch."""
         return sum(share.num_samples for share in self.stages[0])
 
     @property
@@ -100,7 +99,6 @@ class StageDevices:
 
     @cached_property
     def stage_of_device(self) -> tuple[int, ...]:
-        """Stage of each device."""
         found = {share.device: stage for stage, shares in enumerate(self.stages) for share in shares}
         return tuple(found[device] for device in range(len(found)))
 

@@ -194,7 +194,6 @@ class UnreadRecords:
         self._counts: Counter[str] = Counter()
 
     def add(self, flaw: str) -> None:
-        """Count a line."""
         self._counts[flaw if flaw in self._counts or len(self._counts) < MAX_FLAWS else "other flaws"] += 1
 
     @property

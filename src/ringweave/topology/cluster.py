@@ -416,7 +416,6 @@ class Nic:
     numa: int | None = None
     """NUMA node that it is attached to; None means unknown."""
     rdma: bool = False
-    """Supports RDMA."""
     nearest: tuple[int, ...] = ()
     """Device indices, the one that should lead on this NIC first; empty: NUMA nodes decide."""
 

@@ -41,7 +41,6 @@ class SampleWeights:
     is_mean: bool
     """The loss is a mean over the samples of a batch; else their sum."""
     num_samples: int = 1
-    """Samples on this rank."""
     num_total: int = 0
     """Samples over all ranks; 0 before the first batch, when all ranks have the same weight."""
     batch_part: float = 1.0

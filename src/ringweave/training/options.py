@@ -112,7 +112,6 @@ class Local:
 
     @property
     def format(self) -> OuterFormat:
-        """Format of outer gradients."""
         return FORMATS[self.wire]
 
 

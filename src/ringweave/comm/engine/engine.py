@@ -89,7 +89,6 @@ class CollectiveJob:
     on_finished: Callable[[], object]
     """Called when the job is over, run or not: other jobs must not wait for ever for its program."""
     timeout_s: float
-    """Limit on the collective."""
 
 
 class CollectiveChannel:
@@ -132,7 +131,6 @@ class CollectiveChannel:
         self.transport.close()
 
     def stop_accepting(self) -> None:
-        """Accept no more jobs."""
         self._jobs.put(None)
 
     def wait_finished(self, timeout_s: float) -> bool:

@@ -44,7 +44,6 @@ class CollectiveIntent:
     schedule: str
     digest: str
     pipelining: str
-    """Pipelining of the message."""
 
     def __str__(self) -> str:
         return (
@@ -269,7 +268,6 @@ class EncodedBuffers:
         self._taken = []
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return a buffer of that size."""
         free = self._free.get(num_bytes)
         buffer = free.pop() if free else torch.empty(num_bytes, dtype=torch.uint8)
         self._taken.append(buffer)

@@ -37,7 +37,6 @@ class CompiledProgram:
     signature: int
     """Part of the tag, so that ranks with different programs find out at the first message."""
     bounds: tuple[int, ...]
-    """Bounds of its segments."""
     _segment_marks: SegmentMarks | None = None
 
     @property
@@ -73,7 +72,6 @@ class CollectiveMessage:
     program: Future[CompiledProgram] | None = None
     """None for the native backend."""
     makes_program: bool = field(default=False, init=False)
-    """This collective makes the program."""
 
     @property
     def num_bytes(self) -> int:
@@ -103,7 +101,6 @@ class CollectiveMessage:
         return None if self.block_sizes is None else max(self.block_sizes) * self.dtype.itemsize
 
     def segment_bounds(self, num_segments: int) -> tuple[int, ...]:
-        """Return the bounds of the message's segments."""
         return segment_bounds(self.num_elements, num_segments, self.num_blocks)
 
     def begin(self, channel: int, num_segments: int, memory: ScratchMemory) -> Tensor:

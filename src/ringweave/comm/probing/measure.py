@@ -246,7 +246,6 @@ def _no_network_text(group: GroupInfo) -> str:
 
 
 def _meet_probers(store: Store, group: GroupInfo, listener: ChannelListener, timeout: timedelta) -> GroupInfo:
-    """Form a group of the probing ranks."""
     prober_ranks = probing_ranks(group)
     index = prober_ranks.index(group.group_rank)
     number = store.add(f"probing/{index}", 1)  # each repeated probe has its own key space

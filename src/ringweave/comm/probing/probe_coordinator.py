@@ -381,13 +381,6 @@ def measure_network(
 ) -> tuple[dict[tuple[int, int], float], Observations, TreeFit]:
     """Measure latencies, rates and the switch tree.
 
-    Args:
-        probe_group: Measures.
-        num_nodes: Number of nodes.
-        generator: Random generator of the survey.
-        effort: Limits of the survey.
-        on_progress: Called with the current activity.
-
     Returns:
         Latency in seconds of each measured pair, all rates, and the tree.
 

@@ -47,7 +47,6 @@ class LinkTraffic:
     """Seconds of these in which the peer's process took no more."""
 
     def plus(self, other: "LinkTraffic") -> "LinkTraffic":
-        """Return the sum."""
         return LinkTraffic(
             sent_bytes=self.sent_bytes + other.sent_bytes,
             busy_s=self.busy_s + other.busy_s,

@@ -78,7 +78,6 @@ class TensorMeta:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the values."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
     def meta_tensor(self) -> Tensor:
@@ -109,10 +108,6 @@ class Boundary:
 
     def part(self, num_samples: int, of: int) -> "Boundary":
         """Return the boundary of some of a microbatch's samples.
-
-        Args:
-            num_samples: Samples of the part.
-            of: Samples of the microbatch.
 
         Raises:
             TrainingError: A tensor has no samples in its first dimension, or is not contiguous.

@@ -27,7 +27,6 @@ class BlockSeeds:
     """Seeds of one replica's blocks."""
 
     seed: int
-    """Seed of the run."""
     replica: int
     """Replicas draw different numbers, as workers of data-parallel training do."""
     first_sample: int = 0

@@ -93,12 +93,7 @@ def stage_microbatches(
 
 
 def sort_by_microbatch(microbatches: Sequence[int], values: Sequence[_ValueT]) -> list[_ValueT]:
-    """Sort values of microbatches into batch order.
-
-    Args:
-        microbatches: Index of each value's microbatch.
-        values: One value for each.
-    """
+    """Sort values of microbatches into batch order."""
     by_index: Mapping[int, _ValueT] = dict(zip(microbatches, values, strict=True))
     return [by_index[index] for index in sorted(by_index)]
 

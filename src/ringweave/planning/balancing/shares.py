@@ -128,12 +128,7 @@ def rebalance(
 
 
 def scale_shares(shares: Shares, num_samples: int) -> Shares:
-    """Return the shares of a batch of another size, in the same proportions: largest remainders; some may be 0.
-
-    Args:
-        shares: Shares of a whole batch.
-        num_samples: Size of the other batch.
-    """
+    """Return the shares of a batch of another size, in the same proportions: largest remainders; some may be 0."""
     total = sum(shares)
     whole = [share * num_samples // total for share in shares]
     remainders = [share * num_samples % total for share in shares]

@@ -120,7 +120,6 @@ class _BlockLayout:
     """Whole units of blocks, in the order of the leaves, with their leaders."""
 
     per_block: int
-    """Units of a block."""
     leader_place: dict[int, _Places]
     """For each domain, the index of the member that leads each unit."""
     led: _Fractions

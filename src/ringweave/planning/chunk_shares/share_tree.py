@@ -22,7 +22,6 @@ class LinkSpan:
     vertex: int
     """Vertex of the whole tree below the link."""
     rate: float
-    """Rate of the link."""
     members: dict[int, int]
     """Members of the domain that are below it, with their counts (1 for vertices, any for classes of vertices)."""
 
@@ -141,7 +140,6 @@ class MessagePart:
     tree: ShareTree
     """The whole tree, or one with some domains removed."""
     weight: float
-    """Fraction of the message."""
     led: list[list[float]]
     """For each vertex, z(vertex, w) for the domains w above it, from the root down, as fractions of this part."""
 
@@ -192,7 +190,6 @@ class SymmetryClasses:
     """Tree of classes of equal vertices; class 0 is the root."""
 
     class_of_vertex: list[int]
-    """Class of each vertex."""
     parents: list[int]
     """Class of the vertex above; -1 for the root."""
     counts: list[int]
@@ -204,7 +201,6 @@ class SymmetryClasses:
     origins: list[int] = field(default_factory=list)
     """As in the share tree, of classes."""
     children: list[list[int]] = field(init=False)
-    """Classes of the members."""
     num_members: list[int] = field(init=False)
     """Members of each vertex of this class."""
     depths: list[int] = field(init=False)

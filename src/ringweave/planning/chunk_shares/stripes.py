@@ -31,7 +31,6 @@ class StripeLayout:
     tree: ShareTree
     """Tree that the part goes through."""
     num_units: int
-    """Units of this part."""
     led_by: list[list[UnitRange]]
     """For each domain, the member that leads it, in the order of the part; empty for a rank."""
 

@@ -21,7 +21,6 @@ class PartitionMemory:
     """Memory that blocks hold and devices have, in one unit, such as bytes."""
 
     limit: tuple[float, ...]
-    """Memory of each device."""
     state: tuple[float, ...]
     """For each block: parameters, gradients and optimizer state."""
     stash: tuple[float, ...]
@@ -124,7 +123,6 @@ class PartitionStage:
     first: int
     """First block, from 1; larger than `last` where the stage is empty."""
     last: int
-    """Last block."""
     compute_s: float
     """Predicted time of forward and backward of one microbatch."""
     transfer_s: float
@@ -178,7 +176,6 @@ class PartitionCosts:
         return self.memory(device, s, j) <= self.limit(device)
 
     def stages(self, splits: Sequence[int]) -> tuple[PartitionStage, ...]:
-        """Return the stages of the partition with these splits."""
         edges = (0, *splits, self.problem.num_blocks)
         return tuple(self._stage(device, s, j) for device, (s, j) in enumerate(itertools.pairwise(edges)))
 

@@ -43,7 +43,6 @@ class PipelineWorkload:
     backward_s: tuple[tuple[float, ...], ...]
     """A row for each kind of device, a number for each block."""
     num_devices: int
-    """Number of devices."""
     num_microbatches: int
     """Microbatches of a train step."""
     kinds: tuple[int, ...] = ()
@@ -100,7 +99,6 @@ class PipelineWorkload:
 
     @property
     def placed(self) -> StageDevices:
-        """Devices of each stage."""
         return self.devices or one_device_each(self.num_devices)
 
     def problem(self, conditions: PipelineConditions, *, allow_empty: bool = False) -> PartitionProblem:

@@ -207,7 +207,6 @@ class AgentAssignment:
 
     config: JobConfig
     node: int
-    """Index of the node in the request."""
     attempt: int
     home: Path
     """Folder of this attempt; it contains a run directory per round (`round_run_dir`)."""

@@ -88,7 +88,6 @@ class AgentStatus:
     coordinator: HostPort | None = None
     """Address of an elastic job's coordinator, of a ready node that has one."""
     cause: EndCause | None = None
-    """Cause of a failure."""
     exit_code: int | None = None
     """Exit code of the first failed worker, if there is one."""
     text: str = ""

@@ -41,7 +41,6 @@ class JobConfig:
     """Part of a job that its node agents need."""
 
     job: str
-    """Name of the job."""
     device: str
     """`cuda` or `cpu`."""
     mode: str
@@ -92,7 +91,6 @@ class JobConfig:
 
     @property
     def num_servers(self) -> int:
-        """Number of parameter servers."""
         return len(self.elastic_server_nodes) or int(self.has_server)
 
     @property
@@ -128,7 +126,6 @@ class JobConfig:
         return self.ranks_by_node[self.node(index).name]
 
     def node(self, index: int) -> NodeConfig:
-        """Return a node by its index in the request."""
         return next(node for node in self.nodes if node.index == index)
 
 

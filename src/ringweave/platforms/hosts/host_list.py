@@ -28,7 +28,6 @@ class HostSpec:
     """Destination for ssh: an alias of `~/.ssh/config`, a host name or `user@host`; `localhost` without ssh; empty for
     a host that joins."""
     workers: int
-    """Number of workers on this host."""
     address: str | None = None
     """Address at which other hosts reach it; None: the one that the ssh connection arrived at."""
 
@@ -52,7 +51,6 @@ class HostList:
 
     @property
     def reached(self) -> tuple[HostSpec, ...]:
-        """Hosts that ssh reaches."""
         return tuple(host for host in self.hosts if not host.joins)
 
 

@@ -209,13 +209,6 @@ def start_host(
 ) -> None:
     """Write this host's part of a run, and start its service; return when the service listens.
 
-    Args:
-        config: Part of this host.
-        entry: Entry of the run.
-        ballot: First promise of this voter.
-        credentials: Those of the host service, and of commands here.
-        timeout_s: Time for the start of the service.
-
     Raises:
         LaunchError: The service does not start.
     """

@@ -42,7 +42,6 @@ class Wheel:
     """A wheel in memory."""
 
     name: str
-    """File name."""
     content: bytes
 
     @property

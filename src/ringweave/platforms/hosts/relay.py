@@ -294,7 +294,6 @@ class Relay:
 
     @property
     def num_led(self) -> int:
-        """Number of connections that are led now."""
         return len(self._leading)
 
     async def start(self) -> None:
@@ -341,7 +340,6 @@ class Relay:
     # Of a host that only calls out.
 
     async def _keep_link(self, host: int) -> None:
-        """Keep a control connection to a gateway."""
         while True:
             try:
                 reader, writer = await self._call_gateway(host, kind="control")

@@ -151,7 +151,6 @@ class RemoteProgram:
         return {}, b""
 
     def _lay_out(self, request: Mapping[str, Any], payload: bytes) -> Answer:
-        """Lay the files of a run out in its folder, from the blobs."""
         folder = host_runtime.run_folder(request["run_id"])
         script_files.lay_out(request["files"], folder)
         return {"directory": str(folder.files)}, b""

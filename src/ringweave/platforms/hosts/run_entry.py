@@ -41,13 +41,11 @@ class HostEndpoint:
     """Host of a run as the other hosts know it."""
 
     node: str
-    """Name of its node."""
     destination: str
     """Its ssh destination; empty for a host that has joined by a token."""
     address: str
     """Address at which other hosts reach it; empty for a host that has not joined yet."""
     port: int
-    """Port of its host service."""
     relay_port: int = 0
     """Port at which its relay takes connections of hosts that cannot be called; 0 without."""
 
@@ -57,7 +55,6 @@ class JoinSeat:
     """Place in a run for one host that joins by a token of one use."""
 
     host: int
-    """Index of the host."""
     proof_digest: str
     """SHA-256 of the token's proof, in hexadecimal digits."""
     sealed: str

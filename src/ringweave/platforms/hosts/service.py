@@ -238,7 +238,6 @@ class HostService:
             self._wait_for_quorum(version)
 
     def act_on_host(self, host: int, action: HostAction) -> None:
-        """Let a host apply an action."""
         if host == self.index:
             self._runtime.apply(action)
             self._observe()
@@ -269,7 +268,6 @@ class HostService:
     # What the links use.
 
     def leads(self, term: int) -> bool:
-        """Return whether this host still leads in that term."""
         return self._leadership.is_leader and self._leadership.ballot.term == term and not self._is_forgotten
 
     def note_contact(self, host: int, term: int, their_term: int, sent_s: float) -> None:

@@ -34,7 +34,6 @@ class ObservedJob:
 
     @property
     def owner(self) -> JobOwner:
-        """Return the owner of all objects of the job."""
         return JobOwner.from_resource(self.resource)
 
     @property

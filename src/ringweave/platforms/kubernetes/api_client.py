@@ -251,7 +251,6 @@ class KubernetesClient:
         return (await self._list_pages(kind.path(namespace), params))[0]
 
     async def _list_pages(self, path: str, params: Mapping[str, str]) -> "VersionedList":
-        """Return all objects, and the resourceVersion of the list."""
         found: list[Object] = []
         page = {**params, "limit": str(_PAGE_SIZE)}
         while True:
@@ -437,7 +436,6 @@ class ConnectionInfo:
     token: str | None = None
 
     def headers(self) -> dict[str, str]:
-        """Return the headers with the credentials."""
         if self.username and self.password:
             basic = base64.b64encode(f"{self.username}:{self.password}".encode()).decode()
             return {"Authorization": f"Basic {basic}"}

@@ -222,7 +222,6 @@ class ApiRefusal:
     node: int | None
     """Index of the node in the job; None: all."""
     message: str
-    """Message of the API server."""
     what: str = "the Pod"
     """Refused object or change."""
     is_failure: bool = False

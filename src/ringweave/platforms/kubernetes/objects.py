@@ -131,7 +131,6 @@ class JobOwner:
 
     @property
     def selector(self) -> str:
-        """Return the label selector of all objects of jobs of this name."""
         return f"{JOB_LABEL}={self.name}"
 
 
@@ -274,7 +273,6 @@ class PodSettings:
     image: str | None = None
     """Image of jobs that name none; None: each job must name one."""
     gpu_resource: str = "nvidia.com/gpu"
-    """Resource name of a GPU in this cluster."""
     gateway_url: str = "https://ringweave-operator.ringweave-system.svc:8443"
     """URL of the operator's gateway for agents."""
     gateway_certificate: str = ""

@@ -121,7 +121,6 @@ class JobLogReader:
         return sorted(kept, key=lambda pair: (pair[0][1], pair[0][0]))
 
     def _matches_query(self, key: pod_status.AttemptKey) -> bool:
-        """Return whether node, attempt and rank match the query."""
         which, job = self._which, self._job
         is_node = which.node in (None, job.node_name(key[0]))
         has_rank = which.rank is None or which.rank in job.ranks_of_node(key[0])

@@ -197,7 +197,6 @@ def _live_group(pod: Pod) -> ObservedGroup:
 
 
 def _ended_group(pod: Pod, now: float) -> ObservedGroup:
-    """Return the group of a Pod whose worker container has ended."""
     agent_report, status = agent_status(pod), pod["status"]
     ended = container_state(pod).get("terminated") or {}
     ended_s = _end_time_s(ended, now)

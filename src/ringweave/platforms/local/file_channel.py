@@ -98,7 +98,6 @@ class FileAgentChannel(AgentChannel):
                 each.save(self._job.secrets / f"round-{round_}" / f"{holder}.{number}.json")
 
     def leadership_log(self, round_: int) -> LeadershipLog:
-        """Return a log in the job's folder."""
         return FolderLeadershipLog(self._job.root / "claims" / f"round-{round_}")
 
     def take_credentials(self, round_: int, holder: str, stop_reason: StopReason = never_stop) -> Credentials:

@@ -28,7 +28,6 @@ class AllocationComponent:
     """Node of the job as a component of the allocation."""
 
     node: int
-    """Index of the node in the request."""
     workers: int
     host: str | None
     """Requested host; None: any host with free capacity."""
@@ -151,14 +150,7 @@ exit $code
 
 
 def srun_command(component_index: int, num_components: int, name: str, agent: Iterable[str]) -> list[str]:
-    """Return the command line that runs an agent on the host of a component.
-
-    Args:
-        component_index: Index of the component.
-        num_components: Number of components; a job with one is not heterogeneous.
-        name: Name of the step.
-        agent: Command line of the agent.
-    """
+    """Return the command line that runs an agent on the host of a component."""
     group = [f"--het-group={component_index}"] if num_components > 1 else []
     # --overlap: resources that an earlier step still holds must not delay the next step. The step gets all resources
     # of the component, since it requests no number of its own.

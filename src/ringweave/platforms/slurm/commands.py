@@ -39,7 +39,6 @@ class Allocation:
     reason: str
     """Slurm's reason for the wait or the end."""
     restarts: int
-    """Number of requeues."""
     hosts: tuple[str, ...]
     """Host of each component; empty while the job is pending."""
     start: str = ""

@@ -58,7 +58,6 @@ class SlurmPlatform(Platform):
     def submit(
         self, request: JobRequest, *, base: Path, script_text: str | None = None, dry_run: bool = False
     ) -> Submission:
-        """Admit the request, record its job, and request its allocation from Slurm."""
         submission.check_platform_keys(request, "slurm")
         self._admit(request, [each.job for each in self._registry.all_entries()])  # before any file named in it is read
         origin = submission.create_origin(request, base, self._environ, script_text)
@@ -89,7 +88,6 @@ class SlurmPlatform(Platform):
         )
 
     def jobs(self) -> Sequence[JobView]:
-        """Return all jobs that the requester may see."""
         now = self._clock()
         self._check_permission("jobs", self._requester, now)
         may_see_all = self._permissions.get_permission(self._requester, "jobs", now).any_owner

@@ -53,11 +53,9 @@ class DomainLevel:
     """For each run, like the next six."""
     num_chunks: _Ints
     num_members: _Ints
-    """Number of members of its domain."""
     members_at: _Ints
     """Index of its domain's first member in `rank_of` and `domain_of`."""
     leader: _Ints
-    """The domain's leader."""
     place: _Ints
     """Index of the member that leads the domain."""
     owner_place: _Ints
@@ -160,7 +158,6 @@ class DomainTree:
     def _level(
         self, depth: int, leaders: _Ints, heads: _Ints, owners: Sequence[int] | None
     ) -> tuple[DomainLevel, _Ints]:
-        """Return the level, and the domain of each of its runs."""
         domains, owner_places = self._domains[depth], self._owner_places(depth, leaders.shape, owners)
         begins = np.ones(leaders.shape, np.bool_)
         begins[:, 1:] = (leaders[:, 1:] != leaders[:, :-1]) | (owner_places[:, 1:] != owner_places[:, :-1])

@@ -56,7 +56,6 @@ class ComputeDevice:
     kind: str
     """`cuda` or `cpu`."""
     part: int
-    """Index of its part in the tree."""
     model: str = ""
     """Product name; empty where unknown."""
     bus: str = ""
@@ -103,7 +102,6 @@ class NetworkInterface:
     has_gpudirect: bool | None = None
     """GPUDirect RDMA works with it, as the input states; None where it says nothing."""
     addresses: tuple[str, ...] = ()
-    """Its IP addresses."""
     networks: tuple[str, ...] = ()
     """Its IP addresses with prefix lengths, such as 10.0.0.5/24."""
     driver: str = ""

@@ -32,7 +32,6 @@ class XmlElement:
     text: str = ""
 
     def find_all(self, tag: str) -> Iterator["XmlElement"]:
-        """Yield its children with a tag."""
         return (child for child in self.children if child.tag == tag)
 
 

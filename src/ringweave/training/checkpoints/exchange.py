@@ -65,10 +65,6 @@ def agree_on_checkpoint(
 ) -> tuple[CheckpointFile, CheckpointContent] | None:
     """Agree on the newest checkpoint of all ranks; ranks without it get its bytes from a rank that has it.
 
-    Args:
-        own: The newest complete checkpoint that this rank has found, if any.
-        messages: The messages of all ranks; every rank calls this function.
-
     Raises:
         TrainingError: On all ranks, if one rank could not read its file to the end, or received damaged bytes.
     """
@@ -293,7 +289,6 @@ class CheckpointReporter:
         self._write_event("checkpoint_refused", rank=rank, train_step=saved.train_step, path=str(saved.path), text=text)
 
     def report_loaded(self, rank: int, saved: CheckpointFile, *, saved_world_size: int, world_size: int) -> None:
-        """Report that training continues from a checkpoint."""
         if rank == 0:
             _LOGGER.info("training goes on after step %d, from %s", saved.train_step, saved.path.name)
         self._write_event(

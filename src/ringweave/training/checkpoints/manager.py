@@ -92,10 +92,6 @@ class ServerCheckpoint:
     ) -> int:
         """Let all rings resume from one checkpoint, the newest that any of them has.
 
-        Args:
-            read_newest: Reads the newest complete checkpoint.
-            read_by_checksum: Reads the checkpoint with this checksum.
-
         Returns:
             Finished train steps of all rings.
 
@@ -305,7 +301,6 @@ class Checkpoints:
         return gpus[0] if gpus else None
 
     def _submit(self, train_step: int, rank: int, states: dict[str, Any], started_s: float) -> None:
-        """Copy these states and submit them to the writer."""
         encoder = StateEncoder()
         trees = {name: encoder.encode(state, name) for name, state in states.items()}
         self._submit_copy(train_step, rank, {"parts": trees}, encoder.tensors, started_s)
@@ -313,7 +308,6 @@ class Checkpoints:
     def _submit_copy(
         self, train_step: int, rank: int, content: dict[str, Any], tensors: Mapping[str, torch.Tensor], started_s: float
     ) -> None:
-        """Copy these tensors and submit them with the rest of the document."""
         try:
             staged = self._staging.stage(tensors)
         except (MemoryError, RuntimeError) as error:

@@ -231,7 +231,6 @@ def fit_state(part: Any, state: Any, read: Callable[[SavedShards, _Box], Tensor]
 
 
 def _collect(value: Any, path: str, found: dict[str, Tensor]) -> None:
-    """Collect the tensors of a state by their paths."""
     if isinstance(value, Tensor):
         found[path] = value
     elif isinstance(value, Mapping):

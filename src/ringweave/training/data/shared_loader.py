@@ -184,7 +184,6 @@ class SharedLoader:
 
     @property
     def timer(self) -> StepTimer:
-        """Timer of the train steps."""
         return self._timer
 
     @property

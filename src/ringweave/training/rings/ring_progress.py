@@ -31,10 +31,6 @@ class ResumeStart:
     def of_state(cls, state: Mapping[str, Any], num_samples: int) -> "ResumeStart":
         """Parse the state that `loader_state` returned; a finished epoch is followed by the next one.
 
-        Args:
-            state: State from a checkpoint.
-            num_samples: Samples of an epoch.
-
         Raises:
             TrainingError: It belongs to other data.
         """
@@ -77,7 +73,6 @@ class OfferedCheckpoint:
     train_step: int
     checksum: str
     state: Mapping[str, Any]
-    """State of the loader."""
     content: Callable[[], bytes]
     """Returns the server's state."""
 
@@ -94,7 +89,6 @@ class UnpushedSamples:
     pass_number: int = 0
     """Number of the pass over the data that contains the last batch."""
     epoch: int = 0
-    """Epoch of that pass."""
     spans: list[Span] = field(default_factory=list)
     """Samples of the pass; unpushed samples of the pass before are in no position any more."""
 
@@ -181,7 +175,6 @@ class PendingPush:
 
     @classmethod
     def of_samples(cls, samples: UnpushedSamples, ring_progress: str) -> "PendingPush":
-        """Return the push of these samples."""
         return cls(
             num_samples=samples.num_samples,
             batch_share=samples.mean_share,
@@ -285,7 +278,6 @@ class _OpenBatch:
     batch_shares: BatchShares
 
     def spans_of(self, members: Collection[str]) -> Iterator[Span]:
-        """Yield the spans of these members' parts."""
         for member in self.batch_shares.members:
             if member in members:
                 part = slice_of_member(self.num_samples, self.batch_shares, member)

@@ -51,12 +51,6 @@ def share_optimizer_state(
 ) -> None:
     """Take the optimizer state of the ring's representative; all ranks call it, and keep their own groups.
 
-    Args:
-        optimizer: Optimizer of this rank.
-        ring_control: Messages among the ranks of the ring.
-        representative: Global rank of the representative.
-        is_representative: This rank is the representative.
-
     Raises:
         TrainingError: The optimizer's state has other values than numbers and tensors.
         DisagreementError: The representative's message is malformed.
@@ -161,11 +155,7 @@ class RingAssignment:
         self.current = self._connect_ring(tuple(map(tuple, setup.rings)), groups)
 
     def move_to_rings(self, rings: Sequence[Ring]) -> None:
-        """Move to other rings. All ranks call it while all rings are idle; the next pull takes parameters.
-
-        Args:
-            rings: Ranks of each ring; all ranks are in one.
-        """
+        """Move to other rings. All ranks call it while all rings are idle; the next pull takes parameters."""
         before, wanted = self.current, tuple(map(tuple, rings))
         if before.client is not None and before.index == 0:
             before.client.regroup(wanted)
@@ -239,7 +229,6 @@ class RingRegrouper:
     assignment: RingAssignment
     settings: Asynchronous
     formation: RingFormation
-    """Formation of the rings at the start."""
     parallel: DistributedDataParallel
     reducer: GradientReducer
     weights: SampleWeights
@@ -435,7 +424,6 @@ class StaticRing(TrainingMembership):
         return portion
 
     def record_batch(self, first: int, own: Portion, batch_part: float) -> None:
-        """Record that the batch is loaded."""
         samples = self.assignment.current.worker.ring.samples
         samples.add(own.num_total, batch_part)
         spans = spans_in_epoch(self._done_spans, first, own.num_total)
