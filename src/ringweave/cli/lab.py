@@ -244,11 +244,7 @@ def _link_directions(link: str) -> list[str]:
 
 
 def _only_lab(names: list[str]) -> str:
-    """Return the only lab that is up.
-
-    Raises:
-        UsageError: No lab is up, or more than one.
-    """
+    """Return the only lab that is up."""
     if len(names) == 1:
         return names[0]
     do = "Name it: --lab NAME" if names else "Bring one up first: ringweave lab up CLUSTER"

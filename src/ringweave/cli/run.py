@@ -315,11 +315,7 @@ def _run_on_hosts(
 
 
 def _this_machine(counts: str | None, option: str) -> str:
-    """Return the value of `--hosts` for a run on this machine that goes on without its command.
-
-    Raises:
-        UsageError: The workers are on several nodes.
-    """
+    """Return the value of `--hosts` for a run on this machine that goes on without its command."""
     from ringweave.platforms.hosts import host_list
 
     found = workers.parse_worker_counts(counts if counts is not None else "1")

@@ -127,11 +127,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
 
 
 def _resolve_processors(given: str | None, faults: Sequence[Fault]) -> str:
-    """Return the costs of processors; with a slow node they are needed.
-
-    Raises:
-        UsageError: A node is slow, and the costs are `none`.
-    """
+    """Return the costs of processors; with a slow node they are needed."""
     slow = [fault.node for fault in faults if isinstance(fault, NodeSlowdown)]
     if given == "none" and slow:
         expected, do = (

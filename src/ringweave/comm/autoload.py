@@ -187,11 +187,7 @@ def _with_own_backend(function: Any) -> Any:
 
 
 def _refuse_plain_backend(named: str) -> None:
-    """Refuse a backend of others in an encrypted run.
-
-    Raises:
-        UsageError: The run is encrypted, and this backend is not.
-    """
+    """Refuse a backend of others in an encrypted run."""
     if WorkerEnvironment.from_environ(os.environ).encrypts:
         do = f"Name gloo, nccl or none, or run with --encrypt off ({ENCRYPT})"
         expected = "ringweave, which encrypts what leaves a node"

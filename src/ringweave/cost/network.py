@@ -46,11 +46,7 @@ def load_measured_rates(path: str | Path, cluster: Cluster) -> dict[str, float]:
 
 
 def _links_of_document(document: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield name and rate of each link.
-
-    Raises:
-        KeyError: One has neither name nor rate, or there are none.
-    """
+    """Yield name and rate of each link."""
     if not document["links"]:
         raise KeyError("links")
     for each in document["links"]:

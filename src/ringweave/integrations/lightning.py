@@ -274,11 +274,7 @@ class RingweaveStrategy(LaunchedStrategy, strategies.DDPStrategy):
 
 
 def _check_trainer(trainer: Trainer, optimizers: Sequence[Optimizer], *, has_trained: bool) -> None:
-    """Refuse what cannot be shared out in this way.
-
-    Raises:
-        TrainingError: Model or arguments ask for it.
-    """
+    """Refuse what cannot be shared out in this way."""
     module = trainer.lightning_module
     refused = {
         "a second call of fit": has_trained,
@@ -295,11 +291,7 @@ def _check_trainer(trainer: Trainer, optimizers: Sequence[Optimizer], *, has_tra
 
 
 def _check_training_loader(loader: object, *, has_one: bool) -> None:
-    """Refuse a loader that the Trainer would read ahead of its train step, or a second one.
-
-    Raises:
-        TrainingError: It is one.
-    """
+    """Refuse a loader that the Trainer would read ahead of its train step, or a second one."""
     is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
     if has_one or is_stream or not isinstance(loader, DataLoader):
         got = "a second one" if has_one else "a stream" if is_stream else type(loader).__name__

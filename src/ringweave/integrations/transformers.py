@@ -75,11 +75,7 @@ class Trainer(transformers.Trainer):
         return self.accelerator
 
     def _check_arguments(self) -> None:
-        """Refuse what cannot be shared out in this way.
-
-        Raises:
-            TrainingError: An argument asks for it.
-        """
+        """Refuse what cannot be shared out in this way."""
         refused = {
             "FSDP or DeepSpeed": self.is_deepspeed_enabled or self.is_fsdp_enabled,
             "parallelism_config": bool(self.args.parallelism_config),

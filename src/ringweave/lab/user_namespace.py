@@ -348,11 +348,7 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
 
 
 def _connect() -> socket.socket | None:
-    """Return a connection to the user's pause process; None if there is none, or if it is about to end.
-
-    Raises:
-        LabError: A process of another user listens there.
-    """
+    """Return a connection to the user's pause process; None if there is none, or if it is about to end."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(_address(os.getuid()))
@@ -372,11 +368,7 @@ def _connect() -> socket.socket | None:
 
 
 def _start_pause_process() -> socket.socket:
-    """Start the pause process, and return a connection to it.
-
-    Raises:
-        LabError: It does not start.
-    """
+    """Start the pause process, and return a connection to it."""
     unshare = [tools.find_program("unshare") or "unshare", "--user", "--map-root-user", "--mount"]
     shell = ["--propagation", "slave", "sh", "-c", _RUN_FOLDER_SCRIPT, "rw-pause"]
     command = [*unshare, *shell, sys.executable, "-P", "-m", __name__, str(os.getuid())]

@@ -190,11 +190,7 @@ class CheckpointHandlers:
         return Ack()
 
     def _receive_piece(self, job: ServerJob, piece: RestoreSnapshot, content: bytes) -> bytes | None:
-        """Add a piece; return the whole snapshot once it is complete.
-
-        Raises:
-            TrainingError: It is larger than any snapshot of this job, or has gaps.
-        """
+        """Add a piece; return the whole snapshot once it is complete."""
         max_bytes = _MAX_BOOKS_BYTES + _MAX_STATE_COPIES * job.model.step_start.num_bytes
         with self._job_access.changed:
             held = bytearray() if piece.first_byte == 0 else self._uploads.get(piece.ring, bytearray())

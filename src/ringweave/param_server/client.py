@@ -511,11 +511,7 @@ class RingClient:
         )
 
     def _call_as_leader(self, do: Callable[[rpc.RpcClient, int], CallResultT]) -> CallResultT:
-        """Call as `_call` does, after the representative of the ring is registered at the server.
-
-        Raises:
-            WireError: As in `_call`; RemoteError also where the ring has another representative by now.
-        """
+        """Call as `_call` does, after the representative of the ring is registered at the server."""
 
         def once(client: rpc.RpcClient, term: int) -> CallResultT:
             spoken = (client, self._generation_id()) if self._generation_id else None
@@ -530,11 +526,7 @@ class RingClient:
         return self._call(once)
 
     def _call(self, do: Callable[[rpc.RpcClient, int], CallResultT]) -> CallResultT:
-        """Call the leading server, again on a new connection if one breaks.
-
-        Raises:
-            WireError: The server refused or failed, or was out of reach for too long.
-        """
+        """Call the leading server, again on a new connection if one breaks."""
         began_s = self._clock()
         failing_since_s: float | None = None
         while True:

@@ -282,11 +282,7 @@ class ServerLeadership:
             return self._link
 
     def _replicate(self, link: StandbyLink | None, message: rpc.RpcMessage, buffers: Sequence[memoryview] = ()) -> None:
-        """Replicate a message to the standby; without one this server goes on alone, if it may.
-
-        Raises:
-            LeadershipError: It may not.
-        """
+        """Replicate a message to the standby; without one this server goes on alone, if it may."""
         if link is not None:
             asked_s = self._clock()
             try:
@@ -317,11 +313,7 @@ class ServerLeadership:
             threading.Thread(target=link.close, daemon=True).start()
 
     def _settle_leadership(self, reason: str) -> None:
-        """Record that this server goes on alone, unless it is superseded or rings do not need it; with the lock held.
-
-        Raises:
-            LeadershipError: The log cannot be used.
-        """
+        """Record that this server goes on alone, unless superseded or not needed. Called with the lock held."""
         should_go_on = self._should_go_on()  # before the log is read, which may take longer than rings count as heard
         newest = self._log.latest()
         if newest is None:

@@ -80,11 +80,7 @@ def load(pipeline: Pipeline, directory: Path) -> dict[str, Any]:
 
 
 def _run_on_all_ranks(pipeline: Pipeline, directory: Path, action: Callable[[], None]) -> None:
-    """Run an action on this rank and wait for all ranks; a failure on one raises an error on all of them.
-
-    Raises:
-        TrainingError: It failed, here or on another rank.
-    """
+    """Run an action on this rank and wait for all ranks; a failure on one raises an error on all of them."""
     failure: Exception | None = None
     try:
         action()

@@ -121,11 +121,7 @@ _MAX_EXTRA_BYTES = 2**28
 
 
 def _check_new_tensor(name: str, spec: Tensor, parameters: Mapping[str, Tensor]) -> None:
-    """Refuse a gradient of another shape than its parameter, and state that is larger than the block has use for.
-
-    Raises:
-        TrainingError: The tensor does not fit.
-    """
+    """Refuse a gradient of another shape than its parameter, and state that is larger than the block has use for."""
     kind, _, key = name.partition(" ")
     most = _MAX_EXTRA_BYTES if kind == "extra" else sum(each.numel() for each in parameters.values())
     if kind == "gradient":

@@ -219,11 +219,7 @@ class Pipeline:
         self._runner.set_blocks(layout, self.blocks, self.boundaries)
 
     def _check_parts(self, blocks: Sequence[nn.Module], first: tuple[Tensor, ...], devices: StageDevices) -> None:
-        """Raise unless each block maps samples to samples, so that devices may compute some of them.
-
-        Raises:
-            TrainingError: A tensor between blocks does not shrink with the samples.
-        """
+        """Raise unless each block maps samples to samples, so that devices may compute some of them."""
         for num in sorted({len(each) for each in devices.ranges} - {devices.num_samples}):
             parts = [
                 value[: len(value) // devices.num_samples * num] for value in (*first, *self.side_input_metas.values())
@@ -300,11 +296,7 @@ def _make_layout(num_blocks: int, settings: Settings) -> Layout:
 
 
 def _check_samples(form: Mapping[str, tuple], settings: Settings) -> None:
-    """Raise unless the stages' devices share as many samples as a microbatch has.
-
-    Raises:
-        UsageError: They share another number.
-    """
+    """Raise unless the stages' devices share as many samples as a microbatch has."""
     assert settings.devices is not None
     shape = next(iter(form.values()))[0]
     num_samples = shape[0] // settings.num_microbatches
@@ -332,11 +324,7 @@ def _first_microbatch(
 def _batch_tensor_forms(
     inputs: tuple[Tensor, ...], side: Mapping[str, Tensor], num_microbatches: int
 ) -> dict[str, tuple]:
-    """Return shape and type of each tensor of a batch.
-
-    Raises:
-        TrainingError: A tensor does not divide into microbatches.
-    """
+    """Return shape and type of each tensor of a batch."""
     named = {**{f"input {index}": value for index, value in enumerate(inputs)}, **side}
     for name, value in named.items():
         if value.ndim == 0 or len(value) == 0 or len(value) % num_microbatches:

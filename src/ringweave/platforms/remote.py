@@ -121,10 +121,6 @@ class RemotePlatform(Platform):
             path: Path and query.
             body: JSON body.
             may_be_silent: The body of the answer has no timeout.
-
-        Raises:
-            JobError: The adapter refuses (UnknownJobError: 404); the text is its own.
-            LaunchError: The adapter cannot be reached, or failed.
         """
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(str(self._parts.hostname), self._parts.port, timeout=ANSWER_TIMEOUT_S)

@@ -225,11 +225,7 @@ def _event_view(event: Event) -> EventView:
 
 
 def _read_record(directory: RunDir) -> dict[str, Any]:
-    """Return run.json.
-
-    Raises:
-        UnknownJobError: It is none of a run.
-    """
+    """Return run.json."""
     try:
         record = file_io.load_json(directory.run_json, run_dir.MAX_RUN_JSON_BYTES)
     except (OSError, ValueError):
@@ -242,11 +238,7 @@ def _read_record(directory: RunDir) -> dict[str, Any]:
 
 
 def _require_run_dir(name: str) -> RunDir:
-    """Return the run directory of that name.
-
-    Raises:
-        UnknownJobError: There is none.
-    """
+    """Return the run directory of that name."""
     directory = find_run_dir(name)
     if directory is None:
         do = "Give the path of its run directory, or its name below runs/"

@@ -281,9 +281,6 @@ class PipelineTimeline:
 
         Devices of a stage run each instruction one after the other. They have the same program, so that pieces pass a
         port in its order: those of a microbatch before those of the next.
-
-        Raises:
-            ScheduleError: No stage can go on.
         """
         at = [0] * len(programs)
         ends: dict[_TransferKey, int] = {}

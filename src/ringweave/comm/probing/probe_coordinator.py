@@ -301,11 +301,7 @@ class ProbeCoordinator:
     def _read_report(
         self, index: int, read: Callable[[dict[str, Any]], _ReportT], reports: Mapping[int, dict[str, Any]]
     ) -> _ReportT:
-        """Read a value from a rank's report.
-
-        Raises:
-            PeerError: The value is missing or invalid.
-        """
+        """Read a value from a rank's report."""
         try:
             return read(reports[index])
         except (LookupError, TypeError, ValueError, OverflowError) as cause:
@@ -403,11 +399,7 @@ def measure_network(
 
 
 def _check_measured(value: object) -> float:
-    """Check a measured time or rate.
-
-    Raises:
-        ValueError: It is no finite number of zero or more.
-    """
+    """Check a measured time or rate."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"{value!r} is no time and no rate")
     return float(value)

@@ -97,12 +97,7 @@ class StartedRunAccess:
         return (), b""
 
     def _ask_all(self, verb: str, *, stops_at_first: bool = False, verb_name: str = "") -> list[dict[str, Any]]:
-        """Return the answers of the hosts that answer.
-
-        Raises:
-            UnknownJobError: All that answer have removed the run.
-            LaunchError: None answers.
-        """
+        """Return the answers of the hosts that answer."""
         answers: list[dict[str, Any]] = []
         errors: list[LaunchError | JobError] = []
         for index in range(len(self._open)):

@@ -600,11 +600,7 @@ class Relay:
         await lead(caller, reached)
 
     async def _reach(self, address: str, port: int) -> FramedStream:
-        """Return a fresh connection to a relayed address.
-
-        Raises:
-            OSError: Its host does not answer, or refuses.
-        """
+        """Return a fresh connection to a relayed address."""
         found = (host for host, table in sorted(self._tables.items()) if port in table.get(address, ()))
         host = next(found, None)
         link = self._links.get(host) if host is not None else None

@@ -591,12 +591,7 @@ class HostService:
                 return
 
     def _pass_on(self, leader: int, message: rpc.RpcMessage) -> rpc.RpcMessage:
-        """Return the answer of the leader.
-
-        Raises:
-            RpcError: It does not answer.
-            JoinRefusedError: It refuses a joiner.
-        """
+        """Return the answer of the leader."""
         endpoint = self.entry.hosts[leader]
         with RpcClient.connect(endpoint.address, endpoint.port, self.authentication, role=HOST_ROLE) as client:
             try:

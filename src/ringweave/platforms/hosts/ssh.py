@@ -210,11 +210,7 @@ class SshConnection:
         return self._parse_object(line.removeprefix(HELLO))
 
     def _parse_object(self, line: bytes) -> dict[str, Any]:
-        """Parse a line of the program at the other end.
-
-        Raises:
-            HostError: It is no JSON object.
-        """
+        """Parse a line of the program at the other end."""
         try:
             found = file_io.parse_json(line, MAX_LINE_BYTES)
         except ValueError as error:

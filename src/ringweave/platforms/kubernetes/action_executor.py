@@ -343,11 +343,7 @@ class ActionExecutor:
         )
 
     def _retry_log_later(self, uid: str, error: Exception) -> None:
-        """Check whether to give up on a log whose node does not answer.
-
-        Raises:
-            UnreadLogError: The first failed read is recent; it is tried again.
-        """
+        """Check whether to give up on a log whose node does not answer."""
         now = self._clock()
         since_s = self._unread_log_since_s.setdefault(uid, now)
         if now - since_s < pod_logs.LOG_RETRY_TIMEOUT_S:

@@ -303,12 +303,7 @@ class GatewayChannel(AgentChannel):
     def _request_credentials(
         self, method: str, path: str, body: str | None = None, *, round_: int, stop_reason: agent_channel.StopReason
     ) -> str:
-        """Send a request about credentials until there is a final answer, and return its text.
-
-        Raises:
-            RoundOverError: The credentials are not wanted any more, or their round is over.
-            LaunchError: The gateway refuses, or does not answer for too long.
-        """
+        """Send a request about credentials until there is a final answer, and return its text."""
         deadline_s = self._clock() + GATEWAY_TIMEOUT_S
         while True:
             if reason := stop_reason():

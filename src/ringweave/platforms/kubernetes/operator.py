@@ -354,11 +354,7 @@ async def _lead_until_stopped(
     clock: Callable[[], float],
     ready: asyncio.Event,
 ) -> None:
-    """Manage jobs while the lease is ours, and wait for it again when it is lost, however long the API server is away.
-
-    Raises:
-        ApiError: The API server does not accept our credentials, or we may not have the lease or the gateway's Secret.
-    """
+    """Manage jobs while the lease is ours; wait for it when it is lost, however long the API server is away."""
     while True:
         await election.wait_acquired()
         try:
@@ -379,11 +375,7 @@ async def _lead(
     clock: Callable[[], float],
     ready: asyncio.Event,
 ) -> None:
-    """Manage jobs until the lease is lost; nothing of it runs on after that.
-
-    Raises:
-        LostLeaseError: The lease is not ours any more, or may not be.
-    """
+    """Manage jobs until the lease is lost; nothing of it runs on after that."""
     certificate = await _gateway_certificate(client, settings) if _uses_tls(settings) else None
     pods = settings.pods if certificate is None else replace(settings.pods, gateway_certificate=certificate.certificate)
     gateway = AgentGateway(client, clock)

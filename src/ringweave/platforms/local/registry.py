@@ -179,11 +179,7 @@ class LocalJobRegistry:
 
     @contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:
-        """Yield a connection.
-
-        Raises:
-            LaunchError: The database is busy, damaged, or cannot be read or written.
-        """
+        """Yield a connection."""
         try:
             with contextlib.closing(
                 sqlite3.connect(self._path, timeout=LOCK_TIMEOUT_S, isolation_level=None)

@@ -105,11 +105,7 @@ def _no_answer_text(command: str, got: str) -> str:
 
 @contextlib.contextmanager
 def _readable(command: str, output: str) -> Iterator[None]:
-    """Turn the error of a parser of a command's output into one that shows the output.
-
-    Raises:
-        LaunchError: The block could not read it.
-    """
+    """Turn the error of a parser of a command's output into one that shows the output."""
     try:
         yield
     except (ValueError, IndexError) as error:

@@ -139,11 +139,7 @@ class SlurmPlatform(Platform):
         )
 
     def _forget_if_refused(self, entry: SlurmRegistryEntry, error: Exception) -> None:
-        """Forget a job that Slurm refused, so that its name is free again.
-
-        Raises:
-            LaunchError: Slurm has accepted the job, and the error came later.
-        """
+        """Forget a job that Slurm refused, so that its name is free again."""
         name = entry.job.request.name
         with self._registry.locked_entry(name) as latest:
             if latest is None or latest.id != entry.id:
