@@ -6,18 +6,9 @@ from typing import Protocol
 
 from ringweave.errors import DeadlineError, RefusedError, explain
 from ringweave.membership.failure_detector import HEARTBEAT_TIMEOUT, ArrivalHistory
+from ringweave.param_server import messages
 from ringweave.param_server.barrier import BarrierResult
 from ringweave.param_server.job import ServerJob
-from ringweave.param_server.messages import (
-    BarrierArrival,
-    BarrierReply,
-    LeaderStatus,
-    LeaderStatusRequest,
-    PauseRing,
-    RegisterRingLeader,
-    RingAssignmentReply,
-    RingAssignmentRequest,
-)
 from ringweave.param_server.replication import Replicator
 from ringweave.rpc import Ack, Identity, PeerStatus, RpcCall, RpcHandler
 
@@ -101,13 +92,13 @@ class RingSessions:
     def handlers(self) -> list[RpcHandler]:
         return [
             RpcHandler(
-                message=LeaderStatusRequest,
-                handle=lambda _: LeaderStatus(term=self._replicator.term, leads=self._replicator.may_answer),
+                message=messages.LeaderStatusRequest,
+                handle=lambda _: messages.LeaderStatus(term=self._replicator.term, leads=self._replicator.may_answer),
             ),
-            RpcHandler(message=RegisterRingLeader, handle=self._register_leader),
-            RpcHandler(message=PauseRing, handle=self._pause_ring),
-            RpcHandler(message=BarrierArrival, handle=self._wait_at_barrier),
-            RpcHandler(message=RingAssignmentRequest, handle=self._assign_ring),
+            RpcHandler(message=messages.RegisterRingLeader, handle=self._register_leader),
+            RpcHandler(message=messages.PauseRing, handle=self._pause_ring),
+            RpcHandler(message=messages.BarrierArrival, handle=self._wait_at_barrier),
+            RpcHandler(message=messages.RingAssignmentRequest, handle=self._assign_ring),
         ]
 
     def note_disconnect(self, peer: Identity) -> None:
@@ -182,7 +173,7 @@ class RingSessions:
         job.dispatcher.note_away(ring)
 
     def _register_leader(self, call: RpcCall) -> Ack:
-        registration: RegisterRingLeader = call.message
+        registration: messages.RegisterRingLeader = call.message
         job = self._job_access.find_job(registration.term, registration.ring, call.peer)
         with self._job_access.changed:
             job.leader_fence.register_leader(registration.ring, registration.generation_id, call.peer.name)
@@ -190,7 +181,7 @@ class RingSessions:
         return Ack()
 
     def _pause_ring(self, call: RpcCall) -> Ack:
-        pause: PauseRing = call.message
+        pause: messages.PauseRing = call.message
         job = self._job_access.find_job(pause.term, pause.ring, call.peer)
         with self._job_access.changed:
             job.ledger.pause(pause.ring)
@@ -198,8 +189,8 @@ class RingSessions:
         self._replicator.replicate_fact(pause)
         return Ack()
 
-    def _wait_at_barrier(self, call: RpcCall) -> BarrierReply:
-        arrival: BarrierArrival = call.message
+    def _wait_at_barrier(self, call: RpcCall) -> messages.BarrierReply:
+        arrival: messages.BarrierArrival = call.message
         job = self._job_access.find_job_for_leader(arrival.term, arrival.ring, call.peer)
         with self._job_access.changed:
             job.record_arrival(arrival)
@@ -207,7 +198,7 @@ class RingSessions:
         self._replicator.replicate_fact(arrival)
         result = self._wait_for_result(job, call)
         self._replicator.replicate_fact(result)  # another server gives the same answer
-        return BarrierReply(texts={str(ring): text for ring, text in result.texts.items()})
+        return messages.BarrierReply(texts={str(ring): text for ring, text in result.texts.items()})
 
     def _wait_for_result(self, job: ServerJob, call: RpcCall) -> BarrierResult:
         """Return the texts of the rings, once all present ones have arrived at the barrier."""
@@ -218,7 +209,7 @@ class RingSessions:
 
     def _wait_for_arrivals(self, job: ServerJob, call: RpcCall) -> BarrierResult | None:
         """Return the result of the barrier; None once the rings that are still missing are to be passed over."""
-        arrival: BarrierArrival = call.message
+        arrival: messages.BarrierArrival = call.message
         with self._job_access.changed:
             while (result := job.barrier.result_of(arrival.number, job.gone, job.ring_progress)) is None:
                 if job.barrier.missing_rings(arrival.number) <= job.gone | self.rings_to_pass_over(job):
@@ -246,17 +237,17 @@ class RingSessions:
         silent = {ring for ring, since_s in self._overdue_since_s.items() if now_s - since_s > SILENT_RING_S}
         return (self.absent_rings(job) | silent) - job.gone
 
-    def _assign_ring(self, call: RpcCall) -> RingAssignmentReply:
-        request: RingAssignmentRequest = call.message
+    def _assign_ring(self, call: RpcCall) -> messages.RingAssignmentReply:
+        request: messages.RingAssignmentRequest = call.message
         self._replicator.check_term(request.term)
         with self._job_access.changed:
             job = self._job_access.job
             if job is None or not job.is_announced:
-                return RingAssignmentReply(rings=[])
+                return messages.RingAssignmentReply(rings=[])
             rings = job.setup.rings
             ring = next((index for index, each in enumerate(rings) if request.slot in each), None)
             if ring is None:
-                return RingAssignmentReply(rings=rings)
+                return messages.RingAssignmentReply(rings=rings)
             if request.begins:  # drop what earlier members had requested for the ring
                 job.last_pull_sequence.pop(ring, None)
                 job.leader_fence.clear_ring(ring)
@@ -264,7 +255,7 @@ class RingSessions:
             shard = next((each for each in job.dispatcher.last if each.ring == ring), None)
             num_barriers, epoch = job.barrier.restart_point(ring)
             resumed = job.resumed
-            return RingAssignmentReply(
+            return messages.RingAssignmentReply(
                 rings=rings,
                 shares=job.setup.shares,
                 local_steps=job.setup.local_steps,
