@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ringweave import cost, lab, planning, schedules
-from ringweave.cli.progress import ProgressPrinter
+from ringweave.cli.echo import ProgressPrinter
 from ringweave.errors import LaunchError, PeerError, explain
 from ringweave.launcher import processes
 from ringweave.units import format_bytes

@@ -9,9 +9,7 @@ import click
 
 from ringweave import cost, planning, topology, units
 from ringweave.cli import pipeline_stages
-from ringweave.cli import progress as cli_progress
-from ringweave.cli.echo import echo
-from ringweave.cli.progress import ProgressPrinter
+from ringweave.cli.echo import ProgressPrinter, echo, terminal_progress
 from ringweave.cost import network
 from ringweave.environment import EXACT, WIRES
 from ringweave.errors import RingweaveError, UsageError, explain
@@ -25,6 +23,13 @@ from ringweave.topology import Cluster, placement
 
 MAX_NAMED_RANKS = 16
 _MAX_LEADER_LINES = 8
+
+
+def measured_rates_line(rates: Mapping[str, float], cluster: Cluster, path: str | None) -> list[str]:
+    """Return one line about rates that were read from a file; none without a file."""
+    if path is None:
+        return []
+    return [f"rates    of {len(rates)} of {len(cluster.links())} links as measured: {path}"]
 
 
 def leader_reasons(cluster: Cluster, plan: Plan) -> list[str]:
@@ -164,7 +169,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     cluster = topology.load(str(cluster_path))
     ranks = [node.name for node in cluster.nodes for _ in node.devices]
     rates = network.load_measured_rates(rates_path, cluster) if rates_path else {}
-    progress = cli_progress.terminal_progress()
+    progress = terminal_progress()
     plan = planning.plan_group(
         cluster, ranks, rates=rates, leader_per_nic=leader_per_nic, kinds=[kind], on_progress=progress.print_if_due
     )
@@ -178,7 +183,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         echo(json.dumps(_plan_document(cluster, plan, message, simulated) | {"measured_rates": rates}))
     else:
         lines = [
-            *cli_progress.measured_rates_line(rates, cluster, rates_path),
+            *measured_rates_line(rates, cluster, rates_path),
             "",
             *_plan_lines(cluster, plan, message),
             *_wire_lines(cluster, plan, message, wire, rates),

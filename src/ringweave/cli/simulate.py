@@ -11,9 +11,15 @@ import click
 
 from ringweave import cost, planning, schedules, sim, topology, units
 from ringweave.cli import pipeline_stages
-from ringweave.cli import progress as cli_progress
-from ringweave.cli.echo import echo
-from ringweave.cli.plan import RATES_OPTION, SIZE_OPTION, WIRE_OPTION, check_encodable, collective_option
+from ringweave.cli.echo import echo, terminal_progress
+from ringweave.cli.plan import (
+    RATES_OPTION,
+    SIZE_OPTION,
+    WIRE_OPTION,
+    check_encodable,
+    collective_option,
+    measured_rates_line,
+)
 from ringweave.cost import Bound, network
 from ringweave.environment import EXACT
 from ringweave.errors import UsageError, explain
@@ -92,7 +98,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         return pipeline_stages.print_simulation(cluster_path, pipeline_path, given)
     processors = _resolve_processors(processors, faults)
     machine, num_bytes = _resolve_machine(processors), units.parse_bytes(size)
-    cluster, progress = topology.load(cluster_path), cli_progress.terminal_progress()
+    cluster, progress = topology.load(cluster_path), terminal_progress()
     rates = network.load_measured_rates(rates_path, cluster) if rates_path else {}
     ranks = [node.name for node in cluster.nodes for _ in node.devices]
     _check_options(root, kind, len(ranks), wire)
@@ -122,7 +128,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         work = _PROCESSOR_TEXT.get(processors, f"with costs of processors as {processors} says")
         what = _what_text(choice, kind, num_bytes, len(ranks), wire)
         lines = _simulation_lines(found, cluster, plan, bound, what, work, rates)
-        echo("\n".join([*lines, *cli_progress.measured_rates_line(rates, cluster, rates_path)]))
+        echo("\n".join([*lines, *measured_rates_line(rates, cluster, rates_path)]))
     return 0
 
 

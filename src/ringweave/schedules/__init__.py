@@ -1,7 +1,7 @@
 """Schedules of collectives as plain data: generated, verified on symbolic contributor sets, rendered and parsed."""
 
-from ringweave.schedules.catalogue import NATIVE, SCHEDULE_NAMES, check_schedule_name, generate, schedule_names
 from ringweave.schedules.compose import compose_allreduce, compose_side_by_side, mirror
+from ringweave.schedules.generators import NATIVE, SCHEDULE_NAMES, check_schedule_name, generate, schedule_names
 from ringweave.schedules.generators.direct import direct, direct_allgather, direct_broadcast, direct_reduce_scatter
 from ringweave.schedules.generators.halving_doubling import halving_doubling
 from ringweave.schedules.generators.hierarchical import (
