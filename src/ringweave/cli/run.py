@@ -5,7 +5,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import click
 
 from ringweave import ports, topology
 from ringweave.cli.echo import echo
-from ringweave.environment import EXACT, LOG_MAX_FILES, LOG_MAX_SIZE, PORTS, WIRES, check_max_loss_increase
+from ringweave.environment import LOG_MAX_FILES, LOG_MAX_SIZE, PORTS, WIRES, check_max_loss_increase
 from ringweave.errors import UsageError, explain
 from ringweave.files.rotation import DEFAULT_LIMITS, LogLimits
 from ringweave.jobs import modes, worker_options
@@ -66,14 +66,7 @@ def run_program_options(command: Callable[..., int]) -> Callable[..., int]:
         options = RunOptions(
             program=program,
             run_dir=given.pop("run_dir"),
-            worker_options=WorkerOptions(
-                order=worker_options.parse_rank_order(given.pop("order")),
-                **{
-                    key: given.pop(key)
-                    for key in ("schedule", "tuning", "leader_per_nic", "replace_backend", "encrypt", "wire")
-                },
-                max_loss_increase=check_max_loss_increase(given.pop("max_loss_increase"), where="--max-loss-increase"),
-            ),
+            worker_options=_worker_options(given),
             mode=given.pop("mode"),
             elastic=given.pop("elastic"),
             num_spares=given.pop("spares"),
@@ -86,13 +79,10 @@ def run_program_options(command: Callable[..., int]) -> Callable[..., int]:
         _check_spares(options)
         return command(options=options, **given)
 
-    return functools.reduce(lambda inner, option: option(inner), reversed(_RUN_PROGRAM_OPTIONS), call)
+    return with_options(_RUN_PROGRAM_OPTIONS, call)
 
 
-_RUN_PROGRAM_OPTIONS = (
-    click.option(
-        "--run-dir", metavar="DIR", help="Folder of logs, events and run.json. Default: runs/DATE-TIME-SCRIPT."
-    ),
+WORKER_OPTIONS = (
     click.option("--schedule", metavar="NAME", help="Use this schedule for allreduces from 64 KiB up."),
     click.option(
         "--tuning/--no-tuning",
@@ -108,7 +98,6 @@ _RUN_PROGRAM_OPTIONS = (
     click.option(
         "--wire",
         type=click.Choice(WIRES),
-        default=EXACT,
         help="Format of gradients on the links that bind: exact (default), bf16, int8, int4, or auto, which takes bf16 "
         "or int8 where the forecast gains 10 % or more. Of tensors between the stages of a pipeline: bf16 or int8.",
     ),
@@ -118,7 +107,37 @@ _RUN_PROGRAM_OPTIONS = (
         help="Loss at equal samples, such as 0.5%, that mode auto and --wire auto may give up for speed, by a measured "
         "table: they may take wire formats and mode local. Default: nothing that costs loss but ps-hra.",
     ),
-    click.option("--leader-per-nic", is_flag=True, help="Plan with a leader for each NIC of a node, not one for all."),
+    click.option(
+        "--leader-per-nic",
+        is_flag=True,
+        default=None,
+        help="Plan with a leader for each NIC of a node, not one for all.",
+    ),
+    click.option(
+        "--replace-backend", is_flag=True, default=None, help='Let a script\'s "gloo" or "nccl" be ringweave too.'
+    ),
+    click.option(
+        "--order", metavar="ORDER", help="Order of ranks on devices: block (default), round-robin or shuffled[:SEED]."
+    ),
+    click.option(
+        "--encrypt",
+        type=click.Choice(worker_options.ENCRYPT_CHOICES),
+        help="Encrypt what travels between nodes: on, off, or auto (default): between hosts, not in a lab.",
+    ),
+)
+"""Options of runs and jobs; None if not given: the default of `WorkerOptions` holds, or the key of the job file."""
+
+
+def with_options(options: Iterable[Callable[..., Any]], command: Callable[..., int]) -> Callable[..., int]:
+    """Give a command these options, in this order."""
+    return functools.reduce(lambda inner, option: option(inner), reversed(tuple(options)), command)
+
+
+_RUN_PROGRAM_OPTIONS = (
+    click.option(
+        "--run-dir", metavar="DIR", help="Folder of logs, events and run.json. Default: runs/DATE-TIME-SCRIPT."
+    ),
+    *WORKER_OPTIONS,
     click.option(
         "--elastic",
         metavar="MIN:MAX",
@@ -139,19 +158,6 @@ _RUN_PROGRAM_OPTIONS = (
         help="A second parameter server, on another node if there is one, that takes over when the first one dies. "
         "Modes auto, ps-hra and ps.",
     ),
-    click.option("--replace-backend", is_flag=True, help='Let a script\'s "gloo" or "nccl" be ringweave too.'),
-    click.option(
-        "--order",
-        metavar="ORDER",
-        default="block",
-        help="Order of ranks on devices: block (default), round-robin or shuffled[:SEED].",
-    ),
-    click.option(
-        "--encrypt",
-        type=click.Choice(worker_options.ENCRYPT_CHOICES),
-        default="auto",
-        help="Encrypt what travels between nodes: on, off, or auto (default): between hosts, not in a lab.",
-    ),
     click.option(
         "--log-max-size",
         metavar="SIZE",
@@ -169,6 +175,15 @@ _RUN_PROGRAM_OPTIONS = (
     click.argument("script"),
     click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
 )
+
+
+def _worker_options(given: dict[str, Any]) -> WorkerOptions:
+    """Take the options of workers out of those that a command was given."""
+    found = {name: given.pop(name) for name in worker_options.OPTION_NAMES}
+    if found["order"] is not None:
+        found["order"] = worker_options.parse_rank_order(found["order"])
+    check_max_loss_increase(found["max_loss_increase"], where="--max-loss-increase")
+    return WorkerOptions(**{name: value for name, value in found.items() if value is not None})
 
 
 def _log_environ(size: str | None, files: str | None) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """`ringweave submit`: builds a job from a file and flags, shows its plan, asks, submits and follows it."""
 
+import functools
 import math
 import shlex
 import sys
@@ -13,7 +14,7 @@ import click
 from ringweave import units
 from ringweave.cli import job_options
 from ringweave.cli.echo import echo
-from ringweave.environment import WIRES
+from ringweave.cli.run import WORKER_OPTIONS, with_options
 from ringweave.errors import UsageError, explain
 from ringweave.jobs import request
 from ringweave.jobs.request import JobFlag, JobRequest
@@ -218,7 +219,6 @@ def _split_reason(request: JobRequest, job: JobView) -> str:
 @click.option("--data", metavar="WHERE", help="Location of the training data.")
 @click.option("--image", metavar="IMAGE", help="Container image.")
 @click.option("--claim", metavar="NAME", help="PersistentVolumeClaim that all Pods mount at /claim, on Kubernetes.")
-@click.option("--mode", metavar="NAME", help="Training mode: auto, sync, balanced, ps-hra, ps or local.")
 @click.option(
     "--elastic",
     type=int,
@@ -226,20 +226,7 @@ def _split_reason(request: JobRequest, job: JobView) -> str:
     help="Smallest number of workers with which the job continues without a lost node.",
 )
 @click.option("--spares", type=int, metavar="N", help="Number of spares on each node; needs --elastic.")
-@click.option("--schedule", metavar="NAME", help="Use this schedule for allreduces from 64 KiB up.")
-@click.option("--tuning/--no-tuning", default=None, help="Try schedules and follow the rates, or keep the first plan.")
-@click.option("--order", metavar="ORDER", help="Order of ranks on devices: block, round-robin or shuffled[:SEED].")
-@click.option(
-    "--replace-backend", is_flag=True, default=None, help='Let a script\'s "gloo" or "nccl" be ringweave too.'
-)
-@click.option("--encrypt", type=click.Choice(["auto", "on", "off"]), help="Encrypt what travels between nodes.")
-@click.option("--wire", type=click.Choice(WIRES), help="Format of gradients on the links that bind.")
-@click.option(
-    "--max-loss-increase",
-    metavar="PERCENT",
-    help="Loss at equal samples, such as 0.5%, that mode auto and --wire auto may give up for speed.",
-)
-@click.option("--leader-per-nic", is_flag=True, default=None, help="Plan with a leader for each NIC of a node.")
+@functools.partial(with_options, WORKER_OPTIONS)
 @click.option(
     "--standby",
     is_flag=True,
