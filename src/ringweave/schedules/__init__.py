@@ -25,7 +25,6 @@ from ringweave.schedules.generators.multi_level import (
 from ringweave.schedules.generators.parameter_server import parameter_server
 from ringweave.schedules.generators.ring import ring, ring_allgather, ring_block_allgather, ring_reduce_scatter
 from ringweave.schedules.program import Transfer, project_all_ranks, project_rank
-from ringweave.schedules.roundings import RoundingBound
 from ringweave.schedules.schedule import (
     Collective,
     CollectiveKind,
@@ -39,54 +38,3 @@ from ringweave.schedules.schedule import (
     render,
 )
 from ringweave.schedules.verification import verify
-
-__all__ = [
-    "NATIVE",
-    "SCHEDULE_NAMES",
-    "Collective",
-    "CollectiveKind",
-    "Domain",
-    "LazyRounds",
-    "ReceiveOp",
-    "Round",
-    "RoundingBound",
-    "Schedule",
-    "SchedulePhase",
-    "Stripe",
-    "Transfer",
-    "WireEncoding",
-    "arrange_leaders",
-    "binomial_broadcast",
-    "binomial_reduce",
-    "block_owners",
-    "chain_broadcast",
-    "chain_reduce",
-    "check_schedule_name",
-    "compose_allreduce",
-    "compose_side_by_side",
-    "direct",
-    "direct_allgather",
-    "direct_broadcast",
-    "direct_reduce_scatter",
-    "generate",
-    "halving_doubling",
-    "hierarchical",
-    "leader_matrix",
-    "mirror",
-    "multi_level",
-    "multi_level_allgather",
-    "multi_level_broadcast",
-    "multi_level_reduce_scatter",
-    "multi_level_striped",
-    "parameter_server",
-    "parse",
-    "project_all_ranks",
-    "project_rank",
-    "render",
-    "ring",
-    "ring_allgather",
-    "ring_block_allgather",
-    "ring_reduce_scatter",
-    "schedule_names",
-    "verify",
-]
