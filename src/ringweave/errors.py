@@ -169,9 +169,7 @@ def printable(text: str, *, keeps: str = "") -> str:
     Control characters, line ends, escape sequences, marks of the writing direction: with them a name, an event or a
     line of a log could move the cursor, recolour the screen or look like a line of ours.
 
-    Args:
-        text: Any text.
-        keeps: Characters that stay as they are, such as line ends of a text of several lines.
+    `keeps`: characters that stay as they are, such as line ends of a text of several lines.
     """
     if text.isprintable():
         return text

@@ -150,11 +150,7 @@ def follow_job(
 
     Ctrl-C ends the output, not the job.
 
-    Args:
-        name: Name of the job.
-        platform: Value of `--on`.
-        open_service: Opens the platform; states and logs use one object each.
-        sleep: Waits between two polls.
+    `platform`: value of `--on`.
     """
     printer = threading.Thread(target=_print_job_logs, args=(open_service(), name), daemon=True)
     last_shown = None

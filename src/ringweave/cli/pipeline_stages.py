@@ -183,11 +183,7 @@ def refuse_unfit_options(
 ) -> None:
     """Check that options of pipelines and of collectives are not mixed.
 
-    Args:
-        pipeline_path: Value of --pipeline.
-        cluster_path: Value of CLUSTER.
-        own: Names of the parameters that need --pipeline.
-        shared: Names of those that go with both, besides --json; all others are of collectives.
+    `shared`: names of those that go with both, besides --json; all others are of collectives.
 
     Raises:
         UsageError: An option of the other kind was given, or CLUSTER is missing.

@@ -62,10 +62,7 @@ class JobPlan:
 def plan_job(request: JobRequest, job: JobView, *, has_network: bool = True) -> JobPlan:
     """Plan an admitted job at assumed rates; they are measured when its first group is formed.
 
-    Args:
-        request: Request of the job.
-        job: The admitted job.
-        has_network: Plan rings, leaders and schedule, which takes a third of a second of processor time.
+    `has_network`: plan rings, leaders and schedule, which takes a third of a second of processor time.
     """
     used = [(index, node) for index, node in enumerate(job.nodes) if node.workers]
     config = JobConfig(

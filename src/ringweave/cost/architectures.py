@@ -286,9 +286,7 @@ def fastest_over_latency(setting: ArchitectureSetting, names: Sequence[str]) -> 
 def crossovers_over_workers(settings: Sequence[ArchitectureSetting], names: Sequence[str]) -> list[Crossover]:
     """Return all crossovers between one setting and the next, which differ in their workers.
 
-    Args:
-        settings: By growing number of workers.
-        names: The architectures to compare.
+    `settings`: by growing number of workers.
     """
     found = []
     for before, after in itertools.pairwise(settings):

@@ -46,11 +46,7 @@ def bytes_on_links(
 
     It is the theoretical number: chunks are not rounded to whole elements, and headers are not counted.
 
-    Args:
-        schedule: Schedule to run, in segments or as a whole; that makes no difference.
-        cluster: Cluster that runs it.
-        node_of_rank: Name of the node of each rank.
-        num_bytes: Size of the message.
+    `schedule`: schedule to run, in segments or as a whole; that makes no difference.
 
     Raises:
         PlacementError: Not one node per rank.

@@ -54,10 +54,7 @@ def fsync_folder(folder: Path) -> None:
 def replace_text(path: Path, text: str | bytes, *, is_durable: bool = False) -> None:
     """Write a file atomically: a reader sees the old or the new text.
 
-    Args:
-        path: The file.
-        text: Its new content, as UTF-8.
-        is_durable: Return when it is on the disk.
+    `text`: its new content, as UTF-8.
 
     Raises:
         OSError: It cannot be written; an earlier file is unchanged.

@@ -62,13 +62,7 @@ class PermissionCache:
         self._cached: dict[tuple[str, str], tuple[float, Permission]] = {}
 
     def get_permission(self, requester: str, verb: str, now: float) -> Permission:
-        """Return the permission, from the cache while it is valid.
-
-        Args:
-            requester: The user that the platform reports.
-            verb: One of `VERBS`.
-            now: Seconds on a monotonic clock.
-        """
+        """Return the permission, from the cache while it is valid. `verb`: one of `VERBS`."""
         key = (requester, verb)
         known = self._cached.get(key)
         if known is not None and now < known[0]:
@@ -148,14 +142,7 @@ def name_taken_error(job: Job, now: float) -> JobError:
 
 
 def unknown_job_error(name: str, names: Iterable[str], *, look: str, where: str) -> UnknownJobError:
-    """Return the error for a name that no job has.
-
-    Args:
-        name: The requested name.
-        names: The existing names.
-        look: The advice if no existing name is similar.
-        where: The platform, for the error text.
-    """
+    """Return the error for a name that no job has. `look`: the advice if no existing name is similar."""
     do = suggest_closest(name, names) or look
     return UnknownJobError(explain("job", got=name, expected="the name of an existing job", do=do, where=where))
 
@@ -309,10 +296,7 @@ def _policy_problems(entry: PolicyEntry) -> Iterator[InputProblem]:
 def apply_verb(verb: str, job: Job, now: float) -> DesiredJobState:
     """Return the job's desired state after the verb.
 
-    Args:
-        verb: One of `VERB_NAMES`.
-        job: As it was saved last.
-        now: Seconds on the clock of the job.
+    `verb`: one of `VERB_NAMES`.
 
     Raises:
         JobError: The verb has no meaning in the job's state; the text names a verb that has.

@@ -29,10 +29,7 @@ GroupsByAttempt = dict[tuple[int, int], ObservedGroup]
 def advance_record(job: Job, observed: ObservedJobState, now: float) -> JobRecord:
     """Return the record after this observation.
 
-    Args:
-        job: The job with the record as it was saved last.
-        observed: Observation of the platform, made after the record was read.
-        now: Seconds on the clock of `created_s` and of the groups' `ended_s`.
+    `observed`: observation of the platform, made after the record was read.
     """
     groups = {(group.node, group.attempt): group for group in observed.groups}
     record = _update_progress(job, groups)
@@ -377,12 +374,7 @@ def failed_reason(code: str, job: Job, nodes: tuple[int, ...], ends: Mapping[int
 
 
 def finished_without_reason(job: Job, abandoned: Mapping[int, str]) -> Reason:
-    """Return the reason of a job that has succeeded without hanging nodes.
-
-    Args:
-        job: The job.
-        abandoned: Node -> text about it.
-    """
+    """Return the reason of a job that has succeeded without hanging nodes. `abandoned`: node -> text about it."""
     nodes = sorted(abandoned)
     words = {"job": job.request.name, "nodes": _format_nodes(job, nodes), "node": job.node_name(nodes[0])}
     return make_reason("CompletedWithoutNodes", **words, detail=abandoned[nodes[0]])

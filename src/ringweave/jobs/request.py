@@ -438,9 +438,7 @@ class JobFlag:
 def load_request(path: str | os.PathLike[str], flags: Mapping[str, JobFlag] | None = None) -> JobRequest:
     """Read the request in a file, with flags over it.
 
-    Args:
-        path: The job file.
-        flags: Key of the file -> flag typed for it.
+    `flags`: key of the file -> flag typed for it.
 
     Raises:
         JobError: File or flags are invalid; the text names places and fixes, on one screen.

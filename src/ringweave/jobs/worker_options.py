@@ -59,9 +59,7 @@ def assign_ranks(counts: Sequence[int], order: RankOrder) -> list[tuple[int, int
 def ranks_by_node(counts: Sequence[int], order: RankOrder) -> list[list[int]]:
     """Return the global ranks of each node, ascending.
 
-    Args:
-        counts: Number of devices of each node; a node with 0 changes no rank of the others.
-        order: Order in which the devices get ranks.
+    `counts`: number of devices of each node; a node with 0 changes no rank of the others.
     """
     ranks: list[list[int]] = [[] for _ in counts]
     for global_rank, (node_index, _) in enumerate(assign_ranks(counts, order)):

@@ -35,10 +35,7 @@ def choose_quotas(cluster: Cluster, mode: QuotaMode, num_cpus: int) -> CpuQuotas
 
     The fastest device gets at most one CPU, so that the proportions also hold for programs of one thread.
 
-    Args:
-        cluster: The cluster, with its device speeds.
-        mode: `auto` gives quotas only if the speeds differ.
-        num_cpus: CPUs of this machine.
+    `mode`: `auto` gives quotas only if the speeds differ.
 
     Raises:
         ClusterError: A device would get less than Linux can limit to.

@@ -206,10 +206,7 @@ class Lab:
     def set_quota(self, node: str, device: int, quota_us: int) -> None:
         """Change a device's CPU quota while programs run on it.
 
-        Args:
-            node: Name of the node.
-            device: Index of its device.
-            quota_us: Microseconds of each 40 ms, at least 1000.
+        `quota_us`: microseconds of each 40 ms, at least 1000.
 
         Raises:
             ClusterError: There is no such node.
@@ -271,10 +268,8 @@ class Lab:
     def cut(self, node: str, direction: str = BOTH) -> None:
         """Cut a node off from the network silently, as when a switch fails: packets vanish without errors.
 
-        Args:
-            node: Name of the node.
-            direction: `in`: the node receives nothing. `out`: nothing that it sends arrives. `both`. It replaces an
-                earlier cut of the node.
+        `direction`: `in`: the node receives nothing. `out`: nothing that it sends arrives. `both`. It replaces an
+        earlier cut of the node.
 
         Raises:
             ClusterError: There is no such node.

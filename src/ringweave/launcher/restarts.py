@@ -161,11 +161,7 @@ class WorkerRestarts:
     ) -> RestartDecision:
         """Decide about a slot whose worker has ended.
 
-        Args:
-            slot: Number of the slot.
-            slot_exit: End of its worker.
-            now_s: Time on the clock of `take_due`.
-            other_slots: Each other slot -> a worker trains there, so it has not met the script's error yet.
+        `other_slots`: each other slot -> a worker trains there, so it has not met the script's error yet.
 
         Returns:
             `again`: restart it. `rest`: leave the slot empty. `give up`: the others go on without it. `fail`: the run

@@ -143,11 +143,7 @@ def request_workers(
 ) -> ScaleAnswer:
     """Ask a run for another number of workers, and return its answer.
 
-    Args:
-        run_dir: Directory of an elastic run that is in progress.
-        workers: Requested number of workers.
-        clock: Monotonic seconds.
-        sleep: Waits between two polls.
+    `run_dir`: directory of an elastic run that is in progress.
 
     Raises:
         UsageError: There is no such run, or it cannot have so many workers.

@@ -65,10 +65,7 @@ class StopPolicy:
     ) -> signal.Signals | None:
         """Return the signal to send to all workers now, or None.
 
-        Args:
-            states: Observed states of the workers.
-            interrupts: All SIGINT and SIGTERM that the run itself has received so far.
-            now_s: Current time.
+        `interrupts`: all SIGINT and SIGTERM that the run itself has received so far.
         """
         if len(interrupts) > self._num_interrupts:
             self._num_interrupts = len(interrupts)

@@ -282,10 +282,7 @@ def is_importable(name: str, directory: Path) -> bool:
 def spread_slots(counts: Sequence[int], total: int, *, max_per_node: int) -> list[int]:
     """Return the slots of each node: its initial workers, and later ones one by one where there are fewest.
 
-    Args:
-        counts: Initial workers of each node.
-        total: Slots in all, if they fit.
-        max_per_node: Upper limit of slots on one node.
+    `max_per_node`: upper limit of slots on one node.
     """
     slots = list(counts)
     while sum(slots) < total and min(slots) < max_per_node:
@@ -296,10 +293,7 @@ def spread_slots(counts: Sequence[int], total: int, *, max_per_node: int) -> lis
 def with_later_workers(group: WorkerGroup, nodes: Sequence[NodeLike], *, num_cpus: int) -> WorkerGroup:
     """Return the group with one later worker for each unused device, in the order of their ranks.
 
-    Args:
-        group: Initial workers, at least one on each node.
-        nodes: Nodes with one device for each slot.
-        num_cpus: CPUs that all workers share.
+    `group`: initial workers, at least one on each node.
     """
     workers = list(group.workers)
     template = {worker.node: worker for worker in workers}

@@ -33,10 +33,7 @@ def regroup_setup(
 ) -> messages.ServerSetup:
     """Return the setup with these rings.
 
-    Args:
-        setup: Present setup of the job.
-        rings: Ranks of each ring.
-        computing: Rings that are not idle: their next push would be counted to another ring.
+    `computing`: rings that are not idle: their next push would be counted to another ring.
 
     Raises:
         TrainingError: The rings are not of the job's ranks, or a ring is still computing.

@@ -34,10 +34,7 @@ class RingSilenceDetector:
     ) -> set[int]:
         """Return the rings that are silent for unusually long; called regularly.
 
-        Args:
-            peers: All connected peers.
-            ring_of: Returns the ring of a peer; None if it is in none.
-            now_s: Seconds of any clock.
+        `ring_of`: returns the ring of a peer; None if it is in none.
         """
         if now_s - self._last_checked_s > _SERVER_STALL_S:
             for history in self._arrivals.values():

@@ -221,10 +221,7 @@ class Ledger:
     def push(self, ring: int, sequence: int, base_version: int) -> PushReceipt:
         """Record a complete push by a new version, unless it was recorded before.
 
-        Args:
-            ring: Ring that pushes.
-            sequence: Number of the push among the ring's; a number that was applied before is not applied again.
-            base_version: Version that it was computed on.
+        `sequence`: number of the push among the ring's; a number that was applied before is not applied again.
 
         Raises:
             TrainingError: It is out of order, not granted, or computed on other parameters than were granted.

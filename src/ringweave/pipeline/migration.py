@@ -303,9 +303,7 @@ def _without_none(works: Any) -> list[dist.Work]:
 def first_failure(cause: str, group: dist.ProcessGroup) -> str:
     """The failure of the first rank that cannot continue; empty if all can.
 
-    Args:
-        cause: This rank's failure; empty if it can continue.
-        group: All ranks, on CPU tensors.
+    `cause`: this rank's failure; empty if it can continue.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     first = torch.tensor([rank if cause else size])

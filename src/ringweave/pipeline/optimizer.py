@@ -24,10 +24,7 @@ def allreduce_replicas(blocks: BlockStore, groups: PipelineGroups, *, divide_by:
 
     One message per block and dtype, so that the partition does not change the order of additions.
 
-    Args:
-        blocks: This rank's blocks.
-        groups: The process groups of the pipeline.
-        divide_by: The number of replicas for a mean, 1 for a sum: the devices of a stage have parts of the same loss.
+    `divide_by`: the number of replicas for a mean, 1 for a sum: the devices of a stage have parts of the same loss.
     """
     if groups.stage_replicas is None:
         return

@@ -119,9 +119,7 @@ class RoundSplit:
     def with_measured(self, samples: Sequence[float], seconds: Sequence[float]) -> "RoundSplit":
         """Return the division by measured speeds; this one if it is predicted to gain little, or a site did nothing.
 
-        Args:
-            samples: Samples of each site in the last round.
-            seconds: Seconds in which each site computed them, without outer exchange and waits for other sites.
+        `seconds`: seconds in which each site computed them, without outer exchange and waits for other sites.
         """
         if min(samples) <= 0 or min(seconds) <= 0:
             return self
@@ -211,9 +209,7 @@ def inner_steps_for_share(step_s: float, exchange_s: float, computing_share: flo
 def divide_into_fragments(sizes: Sequence[int], num_fragments: int) -> tuple[tuple[int, ...], ...]:
     """Return the indices of the parameters of each fragment: neighbours, of about equal size in all.
 
-    Args:
-        sizes: Elements of each parameter.
-        num_fragments: Number of fragments; some are empty if there are fewer parameters.
+    `num_fragments`: number of fragments; some are empty if there are fewer parameters.
     """
     ends, total = itertools.accumulate(sizes), max(1, sum(sizes))
     middles = [end - size / 2 for end, size in zip(ends, sizes, strict=True)]

@@ -42,9 +42,7 @@ PlatformFactory = Callable[[Mapping[str, str]], Platform]
 def open_platform(name: str, environ: Mapping[str, str]) -> Platform:
     """Open the platform of that name.
 
-    Args:
-        name: `local`, `slurm`, `kubernetes`, the name of an entry point, or an address.
-        environ: Environment with its settings.
+    `name`: `local`, `slurm`, `kubernetes`, the name of an entry point, or an address.
 
     Raises:
         UsageError: There is no platform of that name.
@@ -90,10 +88,7 @@ _JOB_VERBS = "|".join((*admission.VERB_NAMES, "status", "why", "logs", "events")
 def with_platform_option(text: str, name: str, platform: str) -> str:
     """Return the text with `--on PLATFORM` added to each command on the job that lacks it.
 
-    Args:
-        text: Text for people.
-        name: Name of the job.
-        platform: Value of `--on`.
+    `platform`: value of `--on`.
     """
     if platform in FOUND_PLATFORMS:
         return text

@@ -116,11 +116,7 @@ class RemotePlatform(Platform):
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """Send a request and return a response that is no error.
 
-        Args:
-            method: HTTP method.
-            path: Path and query.
-            body: JSON body.
-            may_be_silent: The body of the answer has no timeout.
+        `may_be_silent`: the body of the answer has no timeout.
         """
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(str(self._parts.hostname), self._parts.port, timeout=ANSWER_TIMEOUT_S)

@@ -72,10 +72,7 @@ def os_user() -> str:
 def read_request_script(request: JobRequest, base: Path, script_text: str | None) -> str | None:
     """Return the text of a script that travels with its job; None if it is in a directory, or no script.
 
-    Args:
-        request: Request of the job.
-        base: Base of its relative paths.
-        script_text: Script that came with the request; no file is read then.
+    `base`: base of its relative paths.
 
     Raises:
         JobError: The script does not exist, or cannot travel.
@@ -93,11 +90,7 @@ def create_origin(
 ) -> JobOrigin:
     """Create the origin of a job.
 
-    Args:
-        request: Request of the job.
-        base: Base of its relative paths.
-        environ: Environment that workers inherit.
-        script_text: Script that came with the request.
+    `base`: base of its relative paths.
 
     Raises:
         JobError: The program or the directory does not exist.

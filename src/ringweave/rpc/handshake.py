@@ -254,11 +254,7 @@ class RefusalLog:
     def add(self, reason: str, host: str, port: int, text: str) -> None:
         """Note a refusal.
 
-        Args:
-            reason: One word for it: `certificate`, `revoked`, `token`, `job`, `role`, `message`, `deadline`, `full`.
-            host: Address of the one refused.
-            port: Its port.
-            text: The error's text.
+        `reason`: one word for it: `certificate`, `revoked`, `token`, `job`, `role`, `message`, `deadline`, `full`.
         """
         count = self._count(reason, host)
         if count and self._write_event is not None:

@@ -382,10 +382,7 @@ def simulate_pipeline(
 ) -> PipelineSimulation:
     """Simulate one step of a pipeline schedule.
 
-    Args:
-        schedule: Actions of each stage.
-        times: Times of its stages and links.
-        transfers: One of `TRANSFER_MODES`.
+    `transfers`: one of `TRANSFER_MODES`.
 
     Raises:
         ScheduleError: The stages deadlock, or their number is not that of the times.

@@ -155,9 +155,7 @@ def verify_pieces(devices: StageDevices, pieces: Iterable[Piece] | None = None) 
     Each sample of a microbatch is followed as a symbol, forward through the stages and back. A device computes when it
     has exactly its samples, each once; it may send only what it has computed.
 
-    Args:
-        devices: Devices and their samples.
-        pieces: What is sent; None: `devices.pieces`.
+    `pieces`: what is sent; None: `devices.pieces`.
 
     Raises:
         ScheduleError: A device lacks a sample, gets one twice, gets one of another device, or sends one it has not.

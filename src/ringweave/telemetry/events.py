@@ -52,9 +52,7 @@ class EventLog:
     def write(self, kind: str, **fields: object) -> None:
         """Append one event.
 
-        Args:
-            kind: A name in `kinds.KINDS`.
-            fields: Exactly the fields of that kind.
+        `kind`: A name in `kinds.KINDS`.
 
         Raises:
             ValueError: The kind is unknown, or the fields are not those of the kind.
@@ -551,12 +549,7 @@ class Iterations:
         self.close()
 
     def done(self, iterations: int, loss: float | None = None) -> None:
-        """Report the number of iterations done.
-
-        Args:
-            iterations: In all, including those before a resumed checkpoint.
-            loss: Loss of the last one, if known.
-        """
+        """Report the number of iterations done. `iterations`: in all, including those before a resumed checkpoint."""
         if self._log is None:
             return
         self._pending = (iterations, loss)

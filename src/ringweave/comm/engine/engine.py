@@ -221,11 +221,7 @@ class CollectiveEngine:
     ) -> PendingWork:
         """Start a collective by the schedule that the selector decides on.
 
-        Args:
-            message: The collective and its tensors; on the CPU, unless the message is staged.
-            results: Tensors that the work returns.
-            request: Input of the selector.
-            timeout_s: Limit on the whole collective, from its start.
+        `message`: the collective and its tensors; on the CPU, unless the message is staged.
         """
         work = PendingWork(results, message.staged)
         with self._order_lock:  # channels get collectives in the order of their numbers

@@ -397,9 +397,7 @@ class ProgramCache(Generic[ProgramT]):
     def get_or_reserve(self, kind: Hashable, num_parts: int) -> tuple[Future[ProgramT], bool]:
         """Return the program's future for this kind, and True if the caller must make the program.
 
-        Args:
-            kind: Key of the program.
-            num_parts: Segments times ranks; the same on all ranks.
+        `num_parts`: segments times ranks; the same on all ranks.
         """
         is_new = kind not in self._by_kind
         if is_new:

@@ -106,10 +106,7 @@ class CollectiveMessage:
     def begin(self, channel: int, num_segments: int, memory: ScratchMemory) -> Tensor:
         """Return the elements on the host, with this rank's contribution in them; of a device, as segments come.
 
-        Args:
-            channel: Index of the channel that runs the collective.
-            num_segments: Segments of its program.
-            memory: Of the channel, for messages that have no memory of their own.
+        `memory`: of the channel, for messages that have no memory of their own.
         """
         if self.staged is None:
             return self.begin_on_host(num_segments, memory)
@@ -131,9 +128,7 @@ class CollectiveMessage:
     def instructions(self, program: RankProgram, message: Tensor) -> Iterable[Instruction]:
         """Return the program's instructions, each of which must be executed before the next one is asked for.
 
-        Args:
-            program: The program.
-            message: What `begin` returned; readied for the reduce operation by the time that an instruction needs it.
+        `message`: what `begin` returned; readied for the reduce operation by the time that an instruction needs it.
         """
         if self.reduction is not None:
             self.reduction.prepare(message)

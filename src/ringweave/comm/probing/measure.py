@@ -56,11 +56,7 @@ def agree_on_nics(
     Where the further NICs of nodes were not measured, every node is reached at its first address alone: nothing shows
     that the others lead anywhere.
 
-    Args:
-        store: The group's store.
-        group: The group as formed.
-        measurement: The measured network, on the first rank; None on all others.
-        timeout: Limit on waiting for the first rank.
+    `measurement`: the measured network, on the first rank; None on all others.
 
     Raises:
         PeerError: The first rank did not come.

@@ -87,9 +87,7 @@ class Transport(Protocol):
     def connect(self, peers: Iterable[int], timeout_s: float | None = None) -> None:
         """Make sure that `peers` can be reached; they do the same with us.
 
-        Args:
-            peers: Group ranks.
-            timeout_s: Limit on waiting for them to start; None is the transport's limit.
+        `timeout_s`: limit on waiting for them to start; None is the transport's limit.
 
         Raises:
             TransferFailedError: A peer is dead, or did not connect in time.

@@ -81,13 +81,7 @@ class StageModule(nn.Module):
         self._microbatches = iter(())
 
     def begin_step(self, train_step: int, microbatches: Sequence[int], side: Sequence[Mapping[str, Tensor]]) -> None:
-        """Begin a step.
-
-        Args:
-            train_step: Number of the train step; part of the seeds.
-            microbatches: Indices in the order of this stage's forwards.
-            side: Side inputs of each microbatch, by its index.
-        """
+        """Begin a step. `microbatches`: indices in the order of this stage's forwards."""
         self._train_step, self._side_inputs = train_step, side
         self._microbatches = iter(microbatches)
 

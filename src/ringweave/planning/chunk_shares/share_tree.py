@@ -102,13 +102,7 @@ def members_below_removed(
 
 
 def build_share_tree(net: GroupNetwork, vertex_of_rank: Sequence[int], memory_bytes_per_s: float) -> ShareTree:
-    """Build the tree of a group.
-
-    Args:
-        net: The network between the nodes of the group.
-        vertex_of_rank: The vertex of each rank's node.
-        memory_bytes_per_s: Rate at which a rank copies from ranks of its own node.
-    """
+    """Build the tree of a group. `memory_bytes_per_s`: rate at which a rank copies from ranks of its own node."""
     ranks_at: list[list[int]] = [[] for _ in range(len(net))]
     for rank, vertex in enumerate(vertex_of_rank):
         ranks_at[vertex].append(rank)
@@ -152,9 +146,7 @@ def load_factors(num_members: Sequence[int], num_below: int) -> list[float]:
     z(w) - z(root). Down, the same way back: what is led below goes to the other members of w, (m_w - k) z(w), and to
     those of each domain above, (m - 1) z.
 
-    Args:
-        num_members: Members of each domain above the link, from the root down to w.
-        num_below: k.
+    `num_members`: members of each domain above the link, from the root down to w.
     """
     factors = [float(count - 1) for count in num_members]
     factors[-1] += 2 - 2 * num_below

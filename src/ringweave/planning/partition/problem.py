@@ -290,9 +290,7 @@ def merge_layers(layers: Sequence[Layer], max_blocks: int, joined: Collection[in
 def check_complete(names: Sequence[str], held: Iterable[Sequence[str]]) -> None:
     """Raise unless the stages together are the model: every layer once, in order.
 
-    Args:
-        names: Names of the model's layers.
-        held: The names of the layers of each block or stage, in order.
+    `held`: the names of the layers of each block or stage, in order.
 
     Raises:
         UsageError: Another count, or another checksum.

@@ -413,9 +413,7 @@ def commit_leadership(
     committed again, since the first attempt may have reached too few hosts. A read record may still get lost with its
     leader: the servers decide by what they append.
 
-    Args:
-        message: The request.
-        change_entry: Commits a change of the newest entry, which is computed again where another thread was faster.
+    `change_entry`: commits a change of the newest entry, which is computed again where another thread was faster.
 
     Raises:
         LaunchError: There is no quorum; the record may or may not be appended.

@@ -116,10 +116,7 @@ def install_command(python: str | None, program_size: int, *, same: str = sys.ex
 def install_on_hosts(hosts: Sequence[HostSpec], python: str | None, notify: Callable[[str], object]) -> HostsOptions:
     """Install this ringweave, and torch where there is none, on all hosts at the same time; return how to run it.
 
-    Args:
-        hosts: Hosts that ssh reaches.
-        python: Interpreter on the hosts that makes the virtual environment; None: one that is found.
-        notify: Gets a text about each step.
+    `python`: interpreter on the hosts that makes the virtual environment; None: one that is found.
 
     Raises:
         HostError: It cannot be installed on some hosts; the text has one line for each.

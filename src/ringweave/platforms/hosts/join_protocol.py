@@ -224,12 +224,7 @@ def find_seat(entry: RunEntry, request: JoinRequest, now: float) -> JoinSeat:
 def check_joiner(request: JoinRequest, entry: RunEntry, seat: JoinSeat, own: Mapping[str, object], now: float) -> None:
     """Refuse a host that differs in what a run needs equal; its token stays unused.
 
-    Args:
-        request: Request of the joiner.
-        entry: Entry of the run.
-        seat: Seat that it may take.
-        own: Versions of ringweave and torch on a host of the run.
-        now: Seconds since 1970.
+    `own`: versions of ringweave and torch on a host of the run.
 
     Raises:
         JoinRefusedError: ringweave or torch differ, a clock is off, or GPUs are missing.

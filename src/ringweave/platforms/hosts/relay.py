@@ -259,13 +259,8 @@ class Relay:
     ) -> None:
         """Create a relay that does nothing yet.
 
-        Args:
-            index: Index of this host.
-            credentials: Credentials of its host service.
-            load_hosts: Returns the hosts of the run as this host knows them.
-            listen_at: Returns the address at which this relay listens for a relayed one: the same, unless several
-                hosts are on one machine.
-            clock: Monotonic seconds.
+        `listen_at`: returns the address at which this relay listens for a relayed one: the same, unless several hosts
+        are on one machine.
         """
         self._index, self._credentials, self._load_hosts, self._clock = index, credentials, load_hosts, clock
         self._own, self._listen_at = load_hosts()[index], listen_at

@@ -137,9 +137,7 @@ def check_file_list(files: Any) -> list[tuple[str, str, int]]:
 def lay_out(files: Sequence[Sequence[Any]], folder: HostFolder) -> None:
     """Lay the files of a run out in its folder, from the cache.
 
-    Args:
-        files: Path below the directory, digest and mode of each.
-        folder: Folder of the run.
+    `files`: path below the directory, digest and mode of each.
 
     Raises:
         LaunchError: A path leads out of the folder.

@@ -129,10 +129,7 @@ class SshConnection:
     def __init__(self, host: HostSpec, command: str, *, python: str | None = None) -> None:
         """Start ssh and wait for the host's greeting.
 
-        Args:
-            host: Host to connect to.
-            command: Command for its shell, as `python_command` returns it.
-            python: Interpreter that the user names, for errors.
+        `command`: command for its shell, as `python_command` returns it.
 
         Raises:
             HostError: The host cannot be reached, does not let us in, or has no ringweave.

@@ -45,10 +45,7 @@ class ObservedJob:
 async def fetch_job_objects(client: KubernetesClient, owner: JobOwner, *, runs: bool = True) -> JobObjects:
     """Return the job's objects, without those of another job of the same name, or of others.
 
-    Args:
-        client: Client for reading.
-        owner: The job.
-        runs: The job should run; then its Secret and Service are read too, without which no Pod starts.
+    `runs`: the job should run; then its Secret and Service are read too, without which no Pod starts.
     """
     config = (api_client.CONFIG_MAPS, objects.config_name(owner.name))
     beside = (

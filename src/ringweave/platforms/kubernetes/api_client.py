@@ -378,10 +378,7 @@ class KubernetesClient:
     ) -> AsyncGenerator[str]:
         """Yield the answer line by line: of a watch, or of a followed log.
 
-        Args:
-            path: Path of the request.
-            params: Parameters of the request.
-            silence_s: Time without a byte after which the connection counts as broken; None: never.
+        `silence_s`: time without a byte after which the connection counts as broken; None: never.
 
         Raises:
             ApiError: The request was refused.
@@ -617,12 +614,7 @@ async def fetch_permission(
 ) -> Permission:
     """Ask the API server for a permission.
 
-    Args:
-        client: The client to ask with.
-        namespace: Namespace of the jobs.
-        verb: The verb.
-        user: The user; None: the client's own.
-        groups: Groups of the user.
+    `user`: the user; None: the client's own.
 
     Raises:
         ApiError: The client may not ask.

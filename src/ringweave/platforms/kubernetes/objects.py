@@ -292,15 +292,7 @@ class PodSettings:
 
 
 def worker_pod(job: Job, owner: JobOwner, action: CreateGroup, *, host: str | None, settings: PodSettings) -> Object:
-    """Return the Pod for a `CreateGroup` action.
-
-    Args:
-        job: As admitted.
-        owner: Its TrainingJob.
-        action: Node, attempt, number of workers and round.
-        host: Required Kubernetes node; None: any.
-        settings: Settings of the operator.
-    """
+    """Return the Pod for a `CreateGroup` action. `host`: required Kubernetes node; None: any."""
     labels = {NODE_LABEL: str(action.node), ATTEMPT_LABEL: str(action.attempt)}
     metadata = owner.metadata(pod_name(owner.name, action.node, action.attempt), **labels)
     metadata["annotations"] = {ROUND_ANNOTATION: str(action.round)}
@@ -392,11 +384,7 @@ def credential_secret(owner: JobOwner, name: str, version: UploadVersion, texts:
 
     No Pod mounts it; only the gateway reads it. It has several texts for each process, each removed when it is used.
 
-    Args:
-        owner: The TrainingJob.
-        name: Name of the Secret.
-        version: Version of the upload.
-        texts: `HOLDER.INCARNATION` -> credentials.
+    `texts`: `HOLDER.INCARNATION` -> credentials.
     """
     metadata = owner.metadata(name)
     metadata["annotations"] = {ROUND_ANNOTATION: str(version[0]), ATTEMPT_LABEL: str(version[1])}

@@ -148,9 +148,7 @@ def _parse_first_status(texts: Iterable[str]) -> AgentStatus | None:
 def observed_group(pod: Pod, now: float) -> ObservedGroup:
     """Return the worker group of a Pod.
 
-    Args:
-        pod: One of the job's.
-        now: Seconds since 1970. The API server has ends in whole seconds, so an end in this second counts as now.
+    `now`: seconds since 1970. The API server has ends in whole seconds, so an end in this second counts as now.
     """
     key = attempt_key(pod)
     assert key is not None

@@ -122,10 +122,7 @@ def render_batch_script(
 def render_cleanup_script(job: Job, wait_s: float, cleanup_command: Sequence[str]) -> str:
     """Return the batch script of the Slurm job that removes this job after its TTL.
 
-    Args:
-        job: The job to remove.
-        wait_s: Seconds until the removal starts.
-        cleanup_command: Command line of the removal.
+    `wait_s`: seconds until the removal starts.
     """
     options = (f"--job-name=rw-ttl-{job.request.name}", "--output=/dev/null", "--chdir=/", "--nodes=1", "--ntasks=1")
     lines = [*options, f"--begin=now+{int(wait_s)}", "--requeue"]

@@ -130,9 +130,7 @@ class SlurmClient:
     def submit_script(self, script: str, environ: Mapping[str, str]) -> int:
         """Submit a batch script and return its job number.
 
-        Args:
-            script: Text of the script.
-            environ: Environment that the job inherits, with the settings of sbatch (SBATCH_PARTITION, ...).
+        `environ`: environment that the job inherits, with the settings of sbatch (SBATCH_PARTITION, ...).
 
         Raises:
             LaunchError: Slurm refuses the job; the text is Slurm's.

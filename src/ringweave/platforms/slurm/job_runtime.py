@@ -73,16 +73,7 @@ class SlurmJobRuntime(FolderJobRuntime):
         deps: SlurmDeps,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Observe nothing yet.
-
-        Args:
-            folder: Folder of the job.
-            config: Config for its groups.
-            components: Components of the allocation.
-            grant: The allocation; None if there is none now.
-            deps: Dependencies.
-            clock: Monotonic clock, in seconds.
-        """
+        """Observe nothing yet. `grant`: the allocation; None if there is none now."""
         super().__init__(folder, config, deps.environ, deps.on_boundary)
         self._grant, self._deps = grant, deps
         self._component_indices = {part.node: index for index, part in enumerate(components)}

@@ -36,17 +36,7 @@ class SlurmPlatform(Platform):
         timeouts: SlurmTimeouts | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Jobs below a folder.
-
-        Args:
-            root: Folder of the jobs' folders; created if missing.
-            slurm: Client of the cluster.
-            requester: The OS user of this process.
-            environ: Environment that submitted jobs inherit, with the settings of sbatch.
-            policy_rules: Access policy.
-            timeouts: Timeouts for silence.
-            clock: Seconds since 1970.
-        """
+        """Jobs below a folder. `environ`: environment that submitted jobs inherit, with the settings of sbatch."""
         self._registry, self._slurm = SlurmJobRegistry(root), slurm
         self._requester, self._environ, self._clock = requester, dict(environ), clock
         self._permissions = PermissionCache(policy_rules.find_permission)

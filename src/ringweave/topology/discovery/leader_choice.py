@@ -125,9 +125,7 @@ class LeaderChoice:
 def choose_leader(machine: Machine, nic_name: str | None = None) -> LeaderChoice:
     """Choose the interface between nodes and the leader.
 
-    Args:
-        machine: The machine.
-        nic_name: The interface to use, by name, RDMA device or PCI address; None leaves the choice to the rules.
+    `nic_name`: the interface to use, by name, RDMA device or PCI address; None leaves the choice to the rules.
 
     Raises:
         UsageError: There is no interface of that name.

@@ -66,11 +66,7 @@ class SessionExchange:
     ) -> None:
         """Create it without a connection.
 
-        Args:
-            assigned: Ring of this member.
-            member: Name of this member.
-            session: Returns its session in the ring's membership, once there is one.
-            trainer: Returns its trainer state, once there is one.
+        `session`: returns its session in the ring's membership, once there is one.
         """
         self.assigned, self._member, self._session, self._trainer = assigned, member, session, trainer
         self._lock = threading.Lock()
@@ -340,10 +336,7 @@ class ElasticRing(SessionMembership):
     def _pass_barrier(self, epoch: int, report: FetchedJson, *, use_up: int | None = None) -> dict[int, FetchedJson]:
         """Pass a barrier of all rings: return each ring's report, and take the same parameters.
 
-        Args:
-            epoch: Number of the epoch that ends.
-            report: Report of this ring.
-            use_up: Samples of an epoch that was broken off: they are not handed out any more.
+        `use_up`: samples of an epoch that was broken off: they are not handed out any more.
         """
         if self.worker.changes is not None:
             self.worker.changes.push_rest()

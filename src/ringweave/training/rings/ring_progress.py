@@ -139,11 +139,7 @@ def reporting_ring(by_ring: Mapping[int, RingReport]) -> int:
 def sum_accounts(epoch: int, expected: SampleAccount, by_ring: Sequence[RingReport], num_rings: int) -> ElasticAccount:
     """Return the account of all rings. Samples that a lost ring had taken and not pushed are lost.
 
-    Args:
-        epoch: Number of the epoch.
-        expected: Samples of the epoch.
-        by_ring: Reports of the rings at the barrier, and progress of lost rings, which may be of earlier epochs.
-        num_rings: Number of rings at the start.
+    `by_ring`: reports of the rings at the barrier, and progress of lost rings, which may be of earlier epochs.
     """
     by_ring = [each for each in by_ring if each["epoch"] == epoch]
     documents = [each["accounts"] for each in by_ring]
