@@ -183,7 +183,7 @@ def refuse_unfit_options(
 ) -> None:
     """Check that options of pipelines and of collectives are not mixed.
 
-    `shared`: names of those that go with both, besides --json; all others are of collectives.
+    `shared`: names of the parameters that go with both, besides --json; all others are of collectives.
 
     Raises:
         UsageError: An option of the other kind was given, or CLUSTER is missing.

@@ -426,7 +426,7 @@ def _has_labs() -> bool:
 def serve(listener: socket.socket, *, has_labs: Callable[[], bool], on_check: Callable[[], object]) -> None:
     """Count the commands that are inside; return when none is, and there is no lab.
 
-    `has_labs`: returns whether a lab is up.
+    `on_check`: called several times a second.
     """
     until_s, num_inside = time.monotonic() + _IDLE_S, 0
     with selectors.DefaultSelector() as selector:

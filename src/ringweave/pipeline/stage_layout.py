@@ -53,10 +53,12 @@ class Layout:
 
     @property
     def placed(self) -> StageDevices:
+        """Devices of each stage."""
         return self.devices or one_device_each(self.num_stages)
 
     @property
     def num_devices(self) -> int:
+        """Devices of a replica."""
         return self.num_stages if self.devices is None else self.devices.num_devices
 
     @property
@@ -100,6 +102,7 @@ class Layout:
         return bisect.bisect_right(self.splits, block)
 
     def ranks_of_replica(self, replica: int) -> tuple[int, ...]:
+        """Ranks of a replica, by device."""
         return tuple(range(replica * self.num_devices, (replica + 1) * self.num_devices))
 
     def ranks_of_stage(self, stage: int) -> tuple[int, ...]:
@@ -108,6 +111,7 @@ class Layout:
         return tuple(sorted(rank for rank in range(self.world_size) if self.device_of_rank(rank) in members))
 
     def ranks_of_device(self, device: int) -> tuple[int, ...]:
+        """Ranks of a device, one in each replica."""
         return tuple(range(device, self.world_size, self.num_devices))
 
 

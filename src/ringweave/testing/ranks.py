@@ -51,6 +51,7 @@ class RankOutcome:
     """Outcome of one rank."""
 
     value: Any = None
+    """Return value of its function."""
     error: str = ""
     """Traceback of its exception."""
     exit_code: int | None = None
