@@ -8,13 +8,15 @@ from collections.abc import Callable
 
 from ringweave.environment import NATIVE
 from ringweave.errors import UsageError, explain
-from ringweave.schedules.generators.direct import direct
-from ringweave.schedules.generators.halving_doubling import halving_doubling
-from ringweave.schedules.generators.hierarchical import hierarchical
-from ringweave.schedules.generators.leader_matrix import leader_matrix
-from ringweave.schedules.generators.multi_level import Domain, multi_level
-from ringweave.schedules.generators.parameter_server import parameter_server
-from ringweave.schedules.generators.ring import ring
+from ringweave.schedules.generators import (
+    direct,
+    halving_doubling,
+    hierarchical,
+    leader_matrix,
+    multi_level,
+    parameter_server,
+    ring,
+)
 from ringweave.schedules.schedule import CollectiveKind, Schedule
 
 
@@ -24,17 +26,17 @@ def _one_rank_per_node(num_ranks: int) -> list[list[int]]:
 
 def _single_domain_schedule(num_ranks: int) -> Schedule:
     ranks = tuple(range(num_ranks))
-    return multi_level(Domain(ranks, ranks), (1,) * num_ranks)
+    return multi_level.multi_level(multi_level.Domain(ranks, ranks), (1,) * num_ranks)
 
 
 _ALLREDUCE_GENERATORS: dict[str, Callable[[int], Schedule]] = {
-    "ring": ring,
-    "leader-matrix": lambda num_ranks: leader_matrix(_one_rank_per_node(num_ranks)),
-    "hierarchical": lambda num_ranks: hierarchical(_one_rank_per_node(num_ranks)),
-    "ps": parameter_server,
-    "direct": direct,
+    "ring": ring.ring,
+    "leader-matrix": lambda num_ranks: leader_matrix.leader_matrix(_one_rank_per_node(num_ranks)),
+    "hierarchical": lambda num_ranks: hierarchical.hierarchical(_one_rank_per_node(num_ranks)),
+    "ps": parameter_server.parameter_server,
+    "direct": direct.direct,
     "multi-level": _single_domain_schedule,
-    "halving-doubling": halving_doubling,
+    "halving-doubling": halving_doubling.halving_doubling,
 }
 
 SCHEDULE_NAMES: tuple[str, ...] = (*_ALLREDUCE_GENERATORS, NATIVE)
