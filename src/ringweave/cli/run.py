@@ -5,7 +5,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import click
 
 from ringweave import ports, topology
 from ringweave.cli.echo import echo
-from ringweave.environment import LOG_MAX_FILES, LOG_MAX_SIZE, PORTS, WIRES, check_max_loss_increase
+from ringweave.cli.job_options import WORKER_OPTIONS, with_options
+from ringweave.environment import LOG_MAX_FILES, LOG_MAX_SIZE, PORTS, check_max_loss_increase
 from ringweave.errors import UsageError, explain
 from ringweave.files.rotation import DEFAULT_LIMITS, LogLimits
 from ringweave.jobs import modes, worker_options
@@ -80,57 +81,6 @@ def run_program_options(command: Callable[..., int]) -> Callable[..., int]:
         return command(options=options, **given)
 
     return with_options(_RUN_PROGRAM_OPTIONS, call)
-
-
-WORKER_OPTIONS = (
-    click.option("--schedule", metavar="NAME", help="Use this schedule for allreduces from 64 KiB up."),
-    click.option(
-        "--tuning/--no-tuning",
-        default=None,
-        help="Try the best schedules and follow the network's rates, or keep the first plan: then the same bits result "
-        "from run to run. Default: among several nodes.",
-    ),
-    click.option(
-        "--mode",
-        metavar="NAME",
-        help="Training mode of scripts with ringweave.prepare: auto, sync, balanced, ps-hra, ps or local.",
-    ),
-    click.option(
-        "--wire",
-        type=click.Choice(WIRES),
-        help="Format of gradients on the links that bind: exact (default), bf16, int8, int4, or auto, which takes bf16 "
-        "or int8 where the forecast gains 10 % or more. Of tensors between the stages of a pipeline: bf16 or int8.",
-    ),
-    click.option(
-        "--max-loss-increase",
-        metavar="PERCENT",
-        help="Loss at equal samples, such as 0.5%, that mode auto and --wire auto may give up for speed, by a measured "
-        "table: they may take wire formats and mode local. Default: nothing that costs loss but ps-hra.",
-    ),
-    click.option(
-        "--leader-per-nic",
-        is_flag=True,
-        default=None,
-        help="Plan with a leader for each NIC of a node, not one for all.",
-    ),
-    click.option(
-        "--replace-backend", is_flag=True, default=None, help='Let a script\'s "gloo" or "nccl" be ringweave too.'
-    ),
-    click.option(
-        "--order", metavar="ORDER", help="Order of ranks on devices: block (default), round-robin or shuffled[:SEED]."
-    ),
-    click.option(
-        "--encrypt",
-        type=click.Choice(worker_options.ENCRYPT_CHOICES),
-        help="Encrypt what travels between nodes: on, off, or auto (default): between hosts, not in a lab.",
-    ),
-)
-"""Options of runs and jobs; None if not given: the default of `WorkerOptions` holds, or the key of the job file."""
-
-
-def with_options(options: Iterable[Callable[..., Any]], command: Callable[..., int]) -> Callable[..., int]:
-    """Give a command these options, in this order."""
-    return functools.reduce(lambda inner, option: option(inner), reversed(tuple(options)), command)
 
 
 _RUN_PROGRAM_OPTIONS = (

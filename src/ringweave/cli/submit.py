@@ -14,7 +14,7 @@ import click
 from ringweave import units
 from ringweave.cli import job_options
 from ringweave.cli.echo import echo
-from ringweave.cli.run import WORKER_OPTIONS, with_options
+from ringweave.cli.job_options import WORKER_OPTIONS, with_options
 from ringweave.errors import UsageError, explain
 from ringweave.jobs import request
 from ringweave.jobs.request import JobFlag, JobRequest
