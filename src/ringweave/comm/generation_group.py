@@ -72,6 +72,8 @@ class GenerationGroups:
         self._group: dist.ProcessGroup | None = None
         self._reduce_group: dist.ProcessGroup | None = None
         self._num_aborts = 0
+        self._aborts: list[BackgroundCall[None]] = []
+        """Those that may be under way."""
         self.prepare_default_group: Callable[[RingweaveProcessGroup], None] = lambda _: None
         """Called with each default group before the script sees it."""
         self.find_revoked: Callable[[str], bool] = lambda _: False
@@ -168,8 +170,9 @@ class GenerationGroups:
         Raises:
             PeerError: The members did not connect, or `abort` was called since the generation was announced.
         """
-        aborting = BackgroundCall(functools.partial(_abort_groups, self._take_groups()), "ringweave group abort")
+        self._begin_abort(self._take_groups())
         with self._lock:
+            aborts, self._aborts = self._aborts, []
             if num_aborts != self._num_aborts:
                 raise _aborted_error(name)
             if rank == 0:  # the other members use it exactly as long as this process does
@@ -193,7 +196,9 @@ class GenerationGroups:
             store: Any = self._connect_store(host, int(port), name, num_aborts)  # torch's stubs lack `clone`
             calls = [BackgroundCall(functools.partial(make, *kind), _SETUP_THREAD) for kind in kinds]
             group, *others = [self._wait_for_first_member(call, name, num_aborts) for call in calls]
-            aborting.wait_result(math.inf, lambda: False)  # nothing of the previous generation is in flight any more
+            for each in aborts:  # nothing of the previous generation is in flight any more
+                each.wait_result(math.inf, lambda: False)
+            _connect_trees(others[0] if others else group, is_apart=bool(others))
             self.prepare_default_group(group)
             _set_default_group(group, others)
         except (RuntimeError, OSError) as cause:
@@ -239,11 +244,14 @@ class GenerationGroups:
             raise TimeoutError(f"the first member did not answer within {self._form_timeout_s:g} s") from cause
 
     def abort(self) -> None:
-        """End every wait in the group, or in forming it, at once; from any thread."""
+        """Let every wait in the group, or in forming it, end at once; from any thread.
+
+        It does not wait for Gloo, which takes up to 10 ms for each peer.
+        """
         with self._lock:
             self._num_aborts += 1
             groups, self._held_store = (self._reduce_group, self._group), None
-        _abort_groups(groups)
+        self._begin_abort(groups)
 
     def leave_group(self) -> None:
         """Abort the group and destroy it."""
@@ -251,6 +259,11 @@ class GenerationGroups:
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
+
+    def _begin_abort(self, groups: Iterable[dist.ProcessGroup | None]) -> None:
+        call = BackgroundCall(functools.partial(_abort_groups, groups), "ringweave group abort")
+        with self._lock:
+            self._aborts.append(call)
 
     def _take_groups(self) -> tuple[dist.ProcessGroup | None, ...]:
         """Return the groups of this generation, which `abort` knows no more."""
@@ -318,6 +331,18 @@ def _make_group(
     assert isinstance(group, RingweaveProcessGroup), "this process is a member"
     distributed_c10d._world.pg_group_ranks[group] = {each: each for each in range(world_size)}
     return group
+
+
+def _connect_trees(group: RingweaveProcessGroup, *, is_apart: bool) -> None:
+    """Connect the members as the rows of their first step will travel, while their scripts may still compute.
+
+    Raises:
+        RuntimeError: A member is gone.
+    """
+    row = torch.zeros(1, dtype=torch.uint8)
+    group.allgather_small(row)
+    if is_apart:
+        group.allgather_aside(row)
 
 
 def _abort_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:

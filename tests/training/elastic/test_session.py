@@ -1,5 +1,7 @@
+import contextlib
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +206,45 @@ def test_members_stop_for_newcomers_only_where_these_can_come() -> None:
     thread.join(60)
     assert drawn == [1, 2]
     session.close()
+
+
+@pytest.mark.parametrize("reason_to_wait", ["", "collectives", "rings", "undecided"])
+def test_a_script_at_a_boundary_computes_on_while_the_groups_form(reason_to_wait: str) -> None:
+    crew = EasyCrew()
+    session, notary = started(crew)
+    state, groups, drawn = session._state, session._state.groups, []
+    session.pass_step_boundary(lambda: drawn.append(1))
+    groups.has_begun.clear()
+    groups.may_end.clear()
+    state.pauses_at_boundary = True
+    notary.report_status = notary.stood.append  # type: ignore[attr-defined]
+
+    def pass_boundary() -> None:
+        with contextlib.suppress(RingweaveError):  # of the end
+            session.pass_step_boundary(lambda: drawn.append(2))
+
+    thread = threading.Thread(target=pass_boundary)
+    thread.start()
+    wait_until(lambda: bool(notary.stood))
+    if reason_to_wait == "collectives":  # for which the script may need its new rank
+        with state.lock:
+            state.num_collectives = 1
+            state.status = replace(state.status, committed=1)
+    crew.supports_replay = reason_to_wait != "rings"
+    committed = {"": 0, "collectives": 1, "rings": 0, "undecided": 1}[reason_to_wait]
+    if reason_to_wait == "undecided":  # the others have committed the step that this member has summed
+        state.status = replace(state.status, is_prepared=True)
+    own = replace(state.current_status(), has_state=True, committed=state.status.committed)
+    other = MemberStatus(member="1.0", has_state=True, committed=committed, note=NOTE)
+    session.begin_generation(Membership(generation_id=(1, 2), statuses=(own, other)))
+    assert groups.has_begun.wait(60)
+    if not reason_to_wait:
+        thread.join(60)
+        assert not state.is_group_up, "nothing is summed before the groups have formed"
+    assert drawn == ([1] if reason_to_wait else [1, 2])
+    session.close(timeout_s=0)
+    groups.may_end.set()
+    thread.join(60)
 
 
 def test_a_signal_handler_can_have_it_leave_whatever_its_thread_was_about() -> None:

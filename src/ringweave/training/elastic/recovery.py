@@ -307,6 +307,19 @@ def compute_s(members: Sequence[dict[str, Any]], batch_samples: int) -> float:
 _HEAD_START_S = 2.0
 """Time that the first step of the others with this member may take before the state is read all the same. The group has
 just been formed, which makes that step slow enough, and the idle link between two steps shows its rate."""
+_MAX_EXCHANGES_PER_STATE = 3.0
+"""Bytes of a state with an optimizer of two moments, in bytes that each member sends at least in a step's exchange."""
+
+
+def reads_while_computing(start: GenerationStart) -> bool:
+    """Predict whether a state is read while the others compute their next gradients, between two exchanges."""
+    pairs = zip(start.membership.statuses, start.details, strict=True)
+    owners = [details for status, details in pairs if status.has_state]
+    exchanges_s = [each["exchange_s"] for each in owners if each["exchange_s"] > 0]
+    if not exchanges_s or any(each["speed"] is None for each in owners):
+        return False
+    computing_s = compute_s(owners, owners[0]["must_match"]["batch_samples"])
+    return _MAX_EXCHANGES_PER_STATE * max(exchanges_s) <= computing_s
 
 
 class CatchUp:
@@ -316,7 +329,7 @@ class CatchUp:
         self._member, self._trainer, self._log = member, trainer, log
         self._backward: RetainedReduction | None = None
         self._stopped, self._others_stepped = threading.Event(), threading.Event()
-        self._is_urgent = False
+        self._is_urgent = self._reads_at_once = False
         self._throttle = BackgroundThrottle(
             lambda: 1.0 if self._is_urgent else log.num_retained / log.max_retained,
             self._stopped,
@@ -398,6 +411,7 @@ class CatchUp:
 
     def begin_generation(self, start: GenerationStart) -> None:
         self._is_urgent = RecoveryPlan.of_membership(start.membership).urgent_member == self._member
+        self._reads_at_once = self._is_urgent or reads_while_computing(start)
         self.has_announced = False
         self._log.append_generation_start(start)
 
@@ -438,13 +452,13 @@ class CatchUp:
         self._log.recycle_sums(logged)
 
     def start_read(self, pull: Callable[[ReadThrottle], None], on_end: Callable[[Exception | None], None]) -> None:
-        """Read the state in a thread of its own: after the others' first step, or at once if it is urgent.
+        """Read the state in a thread of its own: after the others' first step, or at once if it is urgent or short.
 
         The thread calls `on_end` with the error or None, without the lock.
         """
 
         def run() -> None:
-            if not self._is_urgent:
+            if not self._reads_at_once:
                 self._others_stepped.wait(_HEAD_START_S)
             try:
                 pull(self._throttle)

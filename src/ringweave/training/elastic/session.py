@@ -275,6 +275,11 @@ class SessionThread:
         plan = RecoveryPlan.of_membership(membership)
         start = GenerationStart(membership=membership, details=details, is_joining=rank in plan.joining_ranks)
         try:
+            if plan.is_recovery_source(rank):
+                state.trainer.capture_state()
+            is_resumed = self._resume_at_boundary(start, plan, abort_count)
+            if is_resumed:
+                self._publish_state(start, plan)
             self._form_groups(start, plan, num_aborts)
         except TrainingError:
             raise  # this member's own: another generation would not fix it
@@ -284,14 +289,15 @@ class SessionThread:
         if self._commits.settle_unfinished(membership, abort_count) and self._begin_generation(
             start, plan, abort_count
         ):
-            self._transfer_state(start, plan)
+            if not is_resumed:
+                self._publish_state(start, plan)
+            if start.is_joining and plan.layout:
+                self._recovery.start_read(start, plan.recovery_source(rank), _generation_name(membership))
 
     def _form_groups(self, start: GenerationStart, plan: RecoveryPlan, num_aborts: int) -> None:
         """Form the groups, and read the state if the others wait for that."""
         trainer, membership, details = self._state.trainer, start.membership, start.details
         name, rank = _generation_name(membership), membership.members.index(self._state.member)
-        if plan.is_recovery_source(rank):
-            trainer.capture_state()
         place, is_apart = details[0]["store"], bool(plan.recovering)
         self._state.groups.form_group(place, name, rank, len(membership.members), num_aborts, has_reduce_group=is_apart)
         if start.is_joining and not plan.layout:
@@ -299,20 +305,42 @@ class SessionThread:
             state_read = StateRead(lambda: num_aborts != self._state.groups.num_aborts)
             state_read.run(lambda: trainer.fetch_state(source_address, name, state_read))
 
+    def _resume_at_boundary(self, start: GenerationStart, plan: RecoveryPlan, abort_count: int) -> bool:
+        """Let a script that waits at a step boundary compute its next gradients while the groups form, if it may.
+
+        They are retained, as after a death. Nothing of an earlier step is left to decide. If the others give this
+        generation up, those that have not drawn the batch draw it as this member did (rule G7). A script that calls
+        collectives of its own may need its new rank for them, so it waits; and so do rings, and members that read the
+        state while the others wait.
+        """
+        state = self._state
+        reads_later = bool(plan.layout) or not plan.joining_ranks
+        with state.lock:
+            is_idle = state.reduction is None and state.num_collectives == 0
+            is_at_boundary = state.status.at_step_boundary and state.status.has_state and state.catch_up is None
+            is_settled = abort_count == state.abort_count and state.status.committed == start.membership.last_committed
+            resumes = is_idle and is_at_boundary and is_settled and reads_later and state.trainer.supports_replay
+            if resumes:
+                self._enter_generation(start, plan)
+        return resumes
+
+    def _enter_generation(self, start: GenerationStart, plan: RecoveryPlan) -> None:
+        """Let the script go on as a member of the generation; needs the lock."""
+        state = self._state
+        state.membership, self._commits.buffer_source = start.membership, plan.owner_ranks[0]
+        self._recovery.begin_generation(start, plan)
+        state.is_paused = state.pauses_at_boundary = False
+        state.lock.notify_all()
+
     def _begin_generation(self, start: GenerationStart, plan: RecoveryPlan, abort_count: int) -> bool:
         """Begin the generation, unless another order came first; return whether it began."""
         state = self._state
         with state.lock:
             if abort_count != state.abort_count:
                 return False
-            state.membership, self._commits.buffer_source = start.membership, plan.owner_ranks[0]
-            self._recovery.begin_generation(start, plan)
-            state.is_paused, state.is_generation_pending, state.is_group_up, state.pauses_at_boundary = (
-                False,
-                False,
-                True,
-                False,
-            )
+            if state.membership is not start.membership:
+                self._enter_generation(start, plan)
+            state.is_generation_pending, state.is_group_up = False, True
             state.num_generations += 1
             may_restart = self._commits.recomputes and state.trainer.ring is None
             state.restarts_step = may_restart and recovery.restarts_step(start, plan.recovering)
@@ -321,13 +349,10 @@ class SessionThread:
         state.report_broken_group(error, abort_count)
         return True
 
-    def _transfer_state(self, start: GenerationStart, plan: RecoveryPlan) -> None:
-        """Publish the state for joining members, or start to read it, while the others continue."""
-        name, rank = _generation_name(start.membership), start.membership.members.index(self._state.member)
-        if plan.is_recovery_source(rank):
-            self._state.trainer.publish_state(name, is_lasting=bool(plan.layout))
-        if start.is_joining and plan.layout:
-            self._recovery.start_read(start, plan.recovery_source(rank), name)
+    def _publish_state(self, start: GenerationStart, plan: RecoveryPlan) -> None:
+        """Publish the captured state for joining members, while the script continues."""
+        if plan.is_recovery_source(start.membership.members.index(self._state.member)):
+            self._state.trainer.publish_state(_generation_name(start.membership), is_lasting=bool(plan.layout))
 
 
 def _generation_name(membership: Membership) -> str:

@@ -7,12 +7,14 @@ from torch import Tensor
 
 from ringweave.errors import TrainingError
 from ringweave.membership.membership_records import Membership, MemberStatus
+from ringweave.planning.balancing import Speed
 from ringweave.rpc.state_transfer import BackgroundThrottle, ReadThrottle
 from ringweave.training.elastic.recovery import (
     MAX_RETAINED_REDUCTIONS,
     CatchUp,
     GenerationStart,
     ReplayLog,
+    reads_while_computing,
     replay_reduction,
 )
 from ringweave.training.elastic.retained_reductions import Commit, ReductionRow, RetainedReduction, SumBuffers
@@ -45,7 +47,9 @@ def commit(number: int, *, is_level: bool = False) -> Commit:
 def begun(number: int) -> GenerationStart:
     statuses = (MemberStatus(member="0.0", has_state=True), MemberStatus(member=MEMBER, is_recovering=True))
     return GenerationStart(
-        membership=Membership(generation_id=(1, number), statuses=statuses), details=[{}, {}], is_joining=False
+        membership=Membership(generation_id=(1, number), statuses=statuses),
+        details=[{"exchange_s": 0.0}] * 2,
+        is_joining=False,
     )
 
 
@@ -213,17 +217,38 @@ class Stepped(threading.Event):
         return super().wait(0.0)
 
 
+def joining(num_others: int, exchange_s: float = 0.0, s_per_sample: float = 0.01) -> GenerationStart:
+    """Returns the start of a generation in which this member joins others with batches of 100 samples."""
+    others = [MemberStatus(member=f"{slot}.0", has_state=True) for slot in range(num_others)]
+    own = MemberStatus(member=MEMBER, is_recovering=True)
+    speed = list(Speed(s_per_sample=s_per_sample).to_numbers())
+    details = {"exchange_s": exchange_s, "speed": speed, "must_match": {"batch_samples": 100}}
+    return GenerationStart(
+        membership=Membership(generation_id=(1, 5), statuses=(*others, own)),
+        details=[*[details] * num_others, {"exchange_s": 0.0, "speed": None, "must_match": {}}],
+        is_joining=True,
+    )
+
+
+def test_a_state_that_is_read_while_the_others_compute_is_read_at_once() -> None:
+    computing_s = 0.01 * 100 / 2
+    assert reads_while_computing(joining(2, exchange_s=computing_s / 3.1))
+    assert not reads_while_computing(joining(2, exchange_s=computing_s / 2.9)), "an optimizer has two moments"
+    assert not reads_while_computing(joining(2)), "no exchange was measured yet"
+    catching, _, _ = made()
+    stepped = catching._others_stepped = Stepped()
+    catching.begin_generation(joining(2, exchange_s=0.01))
+    read: list[Exception | None] = []
+    catching.start_read(lambda _: None, read.append)
+    catching.wait_stopped(60.0)
+    assert (stepped.num_waits, read) == (0, [None])
+
+
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_who_is_to_have_the_state_soon_reads_it_at_once_and_gives_way_to_nobody(is_alone: bool) -> None:
     catching, _, _ = made()
     stepped = catching._others_stepped = Stepped()
-    others = [MemberStatus(member=f"{slot}.0", has_state=True) for slot in ([0] if is_alone else [0, 1])]
-    own = MemberStatus(member=MEMBER, is_recovering=True)
-    catching.begin_generation(
-        GenerationStart(
-            membership=Membership(generation_id=(1, 5), statuses=(*others, own)), details=[], is_joining=True
-        )
-    )
+    catching.begin_generation(joining(1 if is_alone else 2))
     pauses_s: list[float] = []
 
     def pull(pace: ReadThrottle) -> None:
