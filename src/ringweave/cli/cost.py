@@ -10,7 +10,7 @@ from ringweave import units
 from ringweave.cli.echo import echo
 from ringweave.cost import architectures
 from ringweave.cost.architectures import ArchitectureSetting, Crossover, FastestRange
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 
 _FIGURE_NAMES = ("latency", "workers")
 _WORKER_RANGE = (4, 64)
@@ -71,10 +71,10 @@ def _check_arguments(architecture: str | None, figure: str | None, picture: str 
     if (architecture is None) == (figure is None):
         got = "neither" if figure is None else "both"
         expected = "either --architecture or --figure"
-        raise UsageError(explain("what to predict", got=got, expected=expected, do="Give one of the two"))
+        raise UsageError("what to predict", got=got, expected=expected, do="Give one of the two")
     if picture is not None and figure is None:
         do = "Add --figure latency or --figure workers"
-        raise UsageError(explain("--picture", got=picture, expected="a figure to draw", do=do))
+        raise UsageError("--picture", got=picture, expected="a figure to draw", do=do)
 
 
 def _predict_time(name: str, setting: ArchitectureSetting) -> tuple[dict[str, Any], list[str]]:

@@ -7,7 +7,7 @@ import click
 
 from ringweave.cli.echo import echo
 from ringweave.cli.pipeline_stages import WIRE_RATIOS, check_picture_path
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.planning.partition.problem import PartitionMemory, PartitionProblem
 from ringweave.planning.partition.solve import Partition, solve_partition
 from ringweave.sim import pipeline_schedules
@@ -99,7 +99,7 @@ def _parse_numbers(option: str, text: str | None) -> tuple[float, ...]:
         except ValueError as error:
             expected = "a number"
             raise UsageError(
-                explain(f"{option}, number {number}", got=part, expected=expected, do="Write numbers between commas")
+                f"{option}, number {number}", got=part, expected=expected, do="Write numbers between commas"
             ) from error
     return tuple(found)
 
@@ -112,7 +112,7 @@ def _parse_memory(
     if limit is None or (state is None and stash is None):
         got = "only --memory" if limit is not None else "no --memory"
         expected = "--memory of devices together with --block-memory or --block-stash"
-        raise UsageError(explain("memory", got=got, expected=expected, do="Give both sides, or neither"))
+        raise UsageError("memory", got=got, expected=expected, do="Give both sides, or neither")
     nothing = (0.0,) * num_blocks
     return PartitionMemory(
         limit=_parse_numbers("--memory", limit),

@@ -15,7 +15,7 @@ from ringweave import ports, topology
 from ringweave.cli.echo import echo
 from ringweave.cli.job_options import WORKER_OPTIONS, with_options
 from ringweave.environment import LOG_MAX_FILES, LOG_MAX_SIZE, PORTS, check_max_loss_increase
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.files.rotation import DEFAULT_LIMITS, LogLimits
 from ringweave.jobs import modes, worker_options
 from ringweave.jobs.request import MAX_SPARES
@@ -156,11 +156,11 @@ def _check_mode(name: str | None) -> None:
 def _check_spares(options: RunOptions) -> None:
     if options.num_spares and options.elastic is None:
         do = "Add --elastic MIN:MAX, or leave --spares out: only an elastic run replaces workers"
-        raise UsageError(explain("--spares", got="no --elastic", expected="an elastic run", do=do))
+        raise UsageError("--spares", got="no --elastic", expected="an elastic run", do=do)
     if options.num_spares and options.program.is_command:
         do = "Give the script without --, or leave --spares out"
         got = f"the command {options.program.target} after --"
-        raise UsageError(explain("--spares", got=got, expected="a Python script or module, which a spare runs", do=do))
+        raise UsageError("--spares", got=got, expected="a Python script or module, which a spare runs", do=do)
 
 
 def _check_standby(options: RunOptions, *, is_elastic: bool) -> None:
@@ -169,7 +169,7 @@ def _check_standby(options: RunOptions, *, is_elastic: bool) -> None:
     if options.has_standby and not (may_choose or modes.has_server(mode, is_elastic=is_elastic)):
         do = "Leave --standby out, or say --mode ps-hra"
         expected = "ps-hra, ps or local" if is_elastic else "auto, ps-hra or ps"
-        raise UsageError(explain("--standby with --mode", got=mode, expected=expected, do=do))
+        raise UsageError("--standby with --mode", got=mode, expected=expected, do=do)
 
 
 @click.command(cls=ProgramCommand, context_settings=PROGRAM_CONTEXT_SETTINGS)
@@ -271,10 +271,10 @@ def _run_on_hosts(
     given = [name for name, value in others.items() if value]
     if given:
         do = f"Leave {given[0]} out; the hosts and their workers are in --hosts"
-        raise UsageError(explain("--hosts", got=f"beside {', '.join(given)}", expected="none of these", do=do))
+        raise UsageError("--hosts", got=f"beside {', '.join(given)}", expected="none of these", do=do)
     if options.has_standby and options.elastic is None:
         do = "Add --elastic MIN:MAX, or leave --standby out: without it the loss of a host ends the run anyway"
-        raise UsageError(explain("--standby", got="no --elastic", expected="an elastic run on hosts", do=do))
+        raise UsageError("--standby", got="no --elastic", expected="an elastic run on hosts", do=do)
     _check_standby(options, is_elastic=True)
     return start.run_on_hosts(start.HostsRunOptions(run=options, **hosts_options))
 
@@ -286,7 +286,7 @@ def _this_machine(counts: str | None, option: str) -> str:
     found = workers.parse_worker_counts(counts if counts is not None else "1")
     if len(found) > 1:
         do = "Give one number of workers, or leave it out"
-        raise UsageError(explain(f"--{option}", got=f"--workers {counts}", expected="one node", do=do))
+        raise UsageError(f"--{option}", got=f"--workers {counts}", expected="one node", do=do)
     return f"{host_list.THIS_MACHINE}:{found[0]}"
 
 
@@ -294,7 +294,7 @@ def _refuse_hosts_options(given: Mapping[str, Any]) -> None:
     for key in ("python", "install"):
         if given[key]:
             do = "Add --hosts, or leave it out"
-            raise UsageError(explain(f"--{key}", got="no --hosts", expected="a run on hosts", do=do))
+            raise UsageError(f"--{key}", got="no --hosts", expected="a run on hosts", do=do)
 
 
 @click.command

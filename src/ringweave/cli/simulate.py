@@ -22,7 +22,7 @@ from ringweave.cli.plan import (
 )
 from ringweave.cost import Bound, network
 from ringweave.environment import EXACT
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.files import file_io
 from ringweave.planning import Plan, ScheduleChoice
 from ringweave.schedules import CollectiveKind
@@ -140,7 +140,7 @@ def _resolve_processors(given: str | None, faults: Sequence[Fault]) -> str:
             "assumed, or a FILE",
             f"Leave --processors out: work that takes no time is not slower on {slow[0]}",
         )
-        raise UsageError(explain("--processors with a slow node", got=given, expected=expected, do=do))
+        raise UsageError("--processors with a slow node", got=given, expected=expected, do=do)
     return given or ("assumed" if slow else "none")
 
 
@@ -154,9 +154,9 @@ def _check_options(root: int | None, kind: CollectiveKind, num_ranks: int, wire:
     check_encodable(wire, kind)
     if root is not None and kind != "broadcast":
         do = "Leave --root out, or add --collective broadcast"
-        raise UsageError(explain("--root", got=root, expected=f"none for {kind}", do=do))
+        raise UsageError("--root", got=root, expected=f"none for {kind}", do=do)
     if root is not None and root >= num_ranks:
-        raise UsageError(explain("--root", got=root, expected=f"ranks 0..{num_ranks - 1}", do="Name a rank"))
+        raise UsageError("--root", got=root, expected=f"ranks 0..{num_ranks - 1}", do="Name a rank")
 
 
 def _resolve_choice(
@@ -165,7 +165,7 @@ def _resolve_choice(
     names = schedules.schedule_names(kind)
     if schedule is not None and schedules.check_schedule_name(schedule) not in (*names, schedules.NATIVE):
         expected = f"one of {', '.join(names)}"
-        raise UsageError(explain(f"--schedule of {kind}", got=schedule, expected=expected, do="Name one of these"))
+        raise UsageError(f"--schedule of {kind}", got=schedule, expected=expected, do="Name one of these")
     choice = plan.choose(num_bytes, schedule, kind, wire)
     if segments is None:
         return choice

@@ -15,7 +15,7 @@ from ringweave import units
 from ringweave.cli import job_options
 from ringweave.cli.echo import echo
 from ringweave.cli.job_options import WORKER_OPTIONS, with_options
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.jobs import request
 from ringweave.jobs.request import JobFlag, JobRequest
 from ringweave.platforms import api, submission
@@ -289,7 +289,7 @@ def _print_dry_run(output: str, submission: Submission, plan: dict[str, Any], *,
 def _confirm_submission(name: str) -> bool:
     if not sys.stdin.isatty():
         do = "Add -y to submit without confirmation, or --dry-run to see only the plan"
-        raise UsageError(explain("answer", got="no terminal", expected="a terminal for the confirmation", do=do))
+        raise UsageError("answer", got="no terminal", expected="a terminal for the confirmation", do=do)
     return click.confirm(f"Submit {name}?", err=True)
 
 
@@ -324,7 +324,7 @@ def _elastic_flags(min_workers: int | None, num_spares: int | None) -> dict[str,
     if min_workers is None:
         if num_spares is not None:
             do = "Add --elastic MIN, or write elastic.spares into the file"
-            raise UsageError(explain("--spares", got="no --elastic", expected="an elastic job", do=do))
+            raise UsageError("--spares", got="no --elastic", expected="an elastic job", do=do)
         return {}
     spares = {} if num_spares is None else {"spares": num_spares}
     name = "--elastic, --spares" if spares else "--elastic"
@@ -339,13 +339,13 @@ def _node_flags(capacity: str | None, max_retries: int | None, deletion: str | N
         if given:
             do = "Write them into the nodes of the file, or add --capacity"
             got = ", ".join(f"--{key.replace('_', '-')}" for key in given)
-            raise UsageError(explain("flags", got=got, expected="--capacity, to whose nodes they apply", do=do))
+            raise UsageError("flags", got=got, expected="--capacity, to whose nodes they apply", do=do)
         return {}
     try:
         nodes = [{"capacity": int(word), **given} for word in capacity.split(",")]
     except ValueError as error:
         expected = "whole numbers separated by commas, one for each node"
-        raise UsageError(explain("--capacity", got=capacity, expected=expected, do="Write it like 10,5")) from error
+        raise UsageError("--capacity", got=capacity, expected=expected, do="Write it like 10,5") from error
     return {"nodes": JobFlag(name="--capacity, --max-retries, --deletion" if given else "--capacity", value=nodes)}
 
 
@@ -354,11 +354,11 @@ def _split_arguments(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         do = "Close the quotes"
-        raise UsageError(explain("--arguments", got=text, expected="words in shell syntax", do=do)) from error
+        raise UsageError("--arguments", got=text, expected="words in shell syntax", do=do) from error
 
 
 def _parse_variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise UsageError(explain("--env", got=text, expected="NAME=VALUE", do="Write it like SEED=1"))
+        raise UsageError("--env", got=text, expected="NAME=VALUE", do="Write it like SEED=1")
     return name, value

@@ -14,7 +14,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.files import problems
 
 
@@ -114,13 +114,13 @@ def check_architecture(architecture: str) -> str:
     if architecture not in ARCHITECTURES:
         do = problems.suggest_closest(architecture, ARCHITECTURES) or "Use one of these names"
         expected = f"one of {', '.join(ARCHITECTURES)}"
-        raise UsageError(explain("architecture", got=architecture, expected=expected, do=do))
+        raise UsageError("architecture", got=architecture, expected=expected, do=do)
     return architecture
 
 
 def _check_input(what: str, got: float, allowed: str, *, is_allowed: bool) -> None:
     if not is_allowed:
-        raise UsageError(explain(what, got=got, expected=allowed, do="Change it"))
+        raise UsageError(what, got=got, expected=allowed, do="Change it")
 
 
 def _apply_formula(architecture: str, setting: ArchitectureSetting, ring_size: float) -> LatencyLine:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ringweave import units
-from ringweave.errors import JobError, UnknownJobError, explain
+from ringweave.errors import JobError, UnknownJobError
 from ringweave.files import problems, yaml_files
 from ringweave.files.problems import InputProblem, suggest_closest
 from ringweave.files.yaml_files import FileKind
@@ -138,19 +138,19 @@ def name_taken_error(job: Job, now: float) -> JobError:
     """Return the error for a name that a job already has."""
     got = f"taken by {job.requester} {units.show_duration(now - job.created_s)} ago ({job.record.state})"
     do = f"Choose another name, or remove that job first with ringweave delete {job.request.name}"
-    return JobError(explain(f"job name {job.request.name}", got=got, expected="a free name", do=do))
+    return JobError(f"job name {job.request.name}", got=got, expected="a free name", do=do)
 
 
 def unknown_job_error(name: str, names: Iterable[str], *, look: str, where: str) -> UnknownJobError:
     """Return the error for a name that no job has. `look`: the advice if no existing name is similar."""
     do = suggest_closest(name, names) or look
-    return UnknownJobError(explain("job", got=name, expected="the name of an existing job", do=do, where=where))
+    return UnknownJobError("job", got=name, expected="the name of an existing job", do=do, where=where)
 
 
 def not_allowed_error(verb: str, requester: str, permission: Permission) -> JobError:
     """Return the error for a verb that the requester may not use."""
     do = f"Ask the administrator of this platform to allow {requester} to {verb}"
-    return JobError(explain(f"{verb} by {requester}", got=permission.text, expected="a permission", do=do))
+    return JobError(f"{verb} by {requester}", got=permission.text, expected="a permission", do=do)
 
 
 def check_permission(verb: str, *, requester: str, owner: str, permissions: PermissionCache, now: float) -> Permission:
@@ -165,7 +165,7 @@ def check_permission(verb: str, *, requester: str, owner: str, permissions: Perm
     if requester != owner and not permission.any_owner:
         do = f"Ask {owner} to do it, or the administrator of this platform for a rule with jobs: all"
         got = f"the job is {owner}'s"
-        raise JobError(explain(f"{verb} by {requester}", got=got, expected="a job of their own", do=do))
+        raise JobError(f"{verb} by {requester}", got=got, expected="a job of their own", do=do)
     return permission
 
 
@@ -175,7 +175,7 @@ def _check_gpu_limit(request: JobRequest, requester: str, permission: Permission
         free = max(0, limit - gpus_in_use)
         do = f"Ask for at most {free}" if free else "Wait for one of those jobs to end, or stop one"
         expected = f"at most {limit} GPUs in all jobs of {requester}, of which {gpus_in_use} are in use"
-        raise JobError(explain("GPUs in all", got=request.num_workers, expected=expected, do=do))
+        raise JobError("GPUs in all", got=request.num_workers, expected=expected, do=do)
 
 
 POLICY_FILE = FileKind(
@@ -353,4 +353,4 @@ def _refuse_if_deleting(verb: str, job: Job) -> None:
 
 def _verb_error(verb: str, job: Job, expected: str, do: str) -> JobError:
     state = JobState.DELETING if job.desired.delete else job.record.state
-    return JobError(explain(f"{verb} of job {job.request.name}", got=str(state), expected=expected, do=do))
+    return JobError(f"{verb} of job {job.request.name}", got=str(state), expected=expected, do=do)

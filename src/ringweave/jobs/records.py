@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 from pydantic import TypeAdapter
 
-from ringweave.errors import JobError, explain
+from ringweave.errors import JobError
 from ringweave.files import file_io
 from ringweave.jobs import worker_options
 from ringweave.jobs.request import ELASTIC_SERVER_MODES, JobRequest
@@ -322,7 +322,7 @@ def check_format(text: str | bytes, what: str, where: str = "") -> None:
     if found != RECORD_FORMAT:
         do = "Delete the job with the ringweave that made it, then submit it again"
         expected = f"format {RECORD_FORMAT}"
-        raise JobError(explain(what, got=f"format {found}", expected=expected, do=do, where=where))
+        raise JobError(what, got=f"format {found}", expected=expected, do=do, where=where)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -109,18 +109,16 @@ def _fill_nodes(total: int, capacities: Sequence[int], chosen: Sequence[int], mi
 
 def _check_numbers(total: int, capacities: Sequence[int], min_per_node: int) -> None:
     if not _is_count(total, 1):
-        raise JobError(explain("total", got=total, expected="a whole number of at least 1", do="Ask for some GPUs"))
+        raise JobError("total", got=total, expected="a whole number of at least 1", do="Ask for some GPUs")
     if not _is_count(min_per_node, 1):
         do = f"Leave it out for {MIN_PER_NODE}"
-        raise JobError(explain("minimum per node", got=min_per_node, expected="a whole number of at least 1", do=do))
+        raise JobError("minimum per node", got=min_per_node, expected="a whole number of at least 1", do=do)
     if not capacities:
-        raise JobError(explain("capacities", got=(), expected="at least one node", do="Give the capacity of each node"))
+        raise JobError("capacities", got=(), expected="at least one node", do="Give the capacity of each node")
     for node, capacity in enumerate(capacities):
         if not _is_count(capacity, 0):
             do = "Write 0 for a node without workers"
-            raise JobError(
-                explain(f"capacity of node {node}", got=capacity, expected="a whole number of at least 0", do=do)
-            )
+            raise JobError(f"capacity of node {node}", got=capacity, expected="a whole number of at least 0", do=do)
 
 
 def _is_count(value: object, least: int) -> bool:

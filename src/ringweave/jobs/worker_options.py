@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 
 Encrypt = Literal["auto", "on", "off"]
 Wire = Literal["exact", "bf16", "int8", "int4", "auto"]
@@ -43,7 +43,7 @@ def parse_rank_order(text: str) -> RankOrder:
     if text in ("block", "round-robin"):
         return RankOrder(kind=text)
     do = "Leave it out for block, which fits nearly all schedules"
-    raise UsageError(explain("--order", got=text, expected=ORDER_RULE, do=do))
+    raise UsageError("--order", got=text, expected=ORDER_RULE, do=do)
 
 
 def assign_ranks(counts: Sequence[int], order: RankOrder) -> list[tuple[int, int]]:

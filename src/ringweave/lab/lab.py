@@ -40,7 +40,7 @@ def check_direction(direction: str) -> None:
     """
     if direction not in CUT_DIRECTIONS:
         raise UsageError(
-            explain("way of a cut", got=direction, expected=", ".join(CUT_DIRECTIONS), do="Say it from the node's side")
+            "way of a cut", got=direction, expected=", ".join(CUT_DIRECTIONS), do="Say it from the node's side"
         )
 
 
@@ -327,12 +327,10 @@ class Lab:
         names = [each.name for each in self.cluster.links()]
         if link not in names:
             raise ClusterError(
-                explain(
-                    f"link of lab {self.name}",
-                    got=link,
-                    expected=f"one of {shorten_names(names, len(names))}",
-                    do=suggest_closest(link, names) or "See ringweave lab status",
-                )
+                f"link of lab {self.name}",
+                got=link,
+                expected=f"one of {shorten_names(names, len(names))}",
+                do=suggest_closest(link, names) or "See ringweave lab status",
             )
 
 
@@ -416,13 +414,11 @@ def _read_queues(namespaces: set[str]) -> dict[tuple[str, str], dict[str, Any]]:
         output, error_output = outputs[name]
         if process.returncode != 0:
             raise LabError(
-                explain(
-                    "links of the lab",
-                    got=" ".join(error_output.decode(errors="replace").split()),
-                    expected="a lab that is still up",
-                    do="Look for it: ringweave lab status",
-                    where=name,
-                )
+                "links of the lab",
+                got=" ".join(error_output.decode(errors="replace").split()),
+                expected="a lab that is still up",
+                do="Look for it: ringweave lab status",
+                where=name,
             )
         queues |= {(name, entry["dev"]): entry for entry in json.loads(output) if entry.get("root")}
     return queues

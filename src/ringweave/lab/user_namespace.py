@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ringweave.errors import LabError, explain
+from ringweave.errors import LabError
 from ringweave.lab import bring_up, lab_processes, lab_state, tools
 from ringweave.lab.cpu_quotas import QUOTA_PERIOD_US
 from ringweave.lab.lab_processes import NamespaceId
@@ -356,7 +356,7 @@ def _connect() -> socket.socket | None:
         if uid != os.getuid():
             what, expected = "pause process of labs", f"one of user {os.getuid()}"
             do = "Ask that user to end it, or put sudo in front"
-            raise LabError(explain(what, got=f"process {pid} of user {uid}", expected=expected, do=do))
+            raise LabError(what, got=f"process {pid} of user {uid}", expected=expected, do=do)
         connection.settimeout(_START_TIMEOUT_S)
         if connection.recv(1) == _GREETING:
             connection.settimeout(None)
@@ -390,7 +390,7 @@ def _start_pause_process() -> socket.socket:
             said = (process.communicate()[1] or b"").decode(errors="replace")
             do = "See what the kernel says (dmesg), or put sudo in front"
             got = " ".join(said.split()) or f"nothing in {_START_TIMEOUT_S:g} s"
-            raise LabError(explain("pause process of labs", got=got, expected="one that starts", do=do))
+            raise LabError("pause process of labs", got=got, expected="one that starts", do=do)
         time.sleep(_RETRY_S)
     return connection
 

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from ringweave import environment, telemetry
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.jobs import worker_options
 from ringweave.jobs.request import ELASTIC_SERVER_MODES, MODES, SERVER_MODES
 from ringweave.jobs.worker_options import DEFAULT_OPTIONS, WorkerOptions
@@ -72,7 +72,7 @@ class RunOptions:
         bounds = settings.parse_bounds(self.elastic)
         if not bounds.min_members <= num_workers <= bounds.max_members:
             do, expected = "Give bounds that include the number of workers", f"MIN <= {num_workers} workers <= MAX"
-            raise UsageError(explain("--elastic", got=self.elastic, expected=expected, do=do))
+            raise UsageError("--elastic", got=self.elastic, expected=expected, do=do)
         return bounds
 
     def resolve_run_dir(self) -> RunDir:

@@ -160,7 +160,7 @@ def request_workers(
             run_dir.scale_request.unlink(missing_ok=True)
             do = "Check whether its ringweave run is stopped"
             got = f"no answer within {_ANSWER_TIMEOUT_S:g} s"
-            raise LaunchError(explain("run", got=got, expected="one", do=do, where=str(run_dir.root)))
+            raise LaunchError("run", got=got, expected="one", do=do, where=str(run_dir.root))
         sleep(_ANSWER_POLL_S)
     if answer.refused:
         raise UsageError(answer.refused)
@@ -178,18 +178,18 @@ def _check_elastic(run_dir: RunDir) -> None:
     if isinstance(record, dict) and record.get("format") != launcher_run_dir.RUN_JSON_FORMAT:
         got, expected = record.get("format", "none"), str(launcher_run_dir.RUN_JSON_FORMAT)
         do = "Scale it with the ringweave that started it"
-        raise UsageError(explain("format of run.json", got=got, expected=expected, do=do, where=str(run_dir.run_json)))
+        raise UsageError("format of run.json", got=got, expected=expected, do=do, where=str(run_dir.run_json))
     if not isinstance(record, dict) or not record.get("elastic"):
         expected = "a run with --elastic MIN:MAX"
         raise UsageError(
-            explain("run", got=str(run_dir.root), expected=expected, do="Start it again with ringweave run --elastic")
+            "run", got=str(run_dir.root), expected=expected, do="Start it again with ringweave run --elastic"
         )
 
 
 def _check_alive(run_dir: RunDir) -> None:
     if not launcher_run_dir.is_run_dir_held(run_dir):
         do = "Start it again with the new number of workers"
-        raise UsageError(explain("run", got=f"{run_dir.root}, which is over", expected="a current run", do=do))
+        raise UsageError("run", got=f"{run_dir.root}, which is over", expected="a current run", do=do)
 
 
 def _find_answer(run_dir: RunDir, request_id: str) -> ScaleAnswer | None:

@@ -118,12 +118,10 @@ def parse_worker_counts(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise UsageError(
-            explain(
-                "--workers",
-                got=text,
-                expected="one positive whole number per node, separated by commas",
-                do="Write 4 for four workers on one node, or 3,2 for two nodes with three and two",
-            )
+            "--workers",
+            got=text,
+            expected="one positive whole number per node, separated by commas",
+            do="Write 4 for four workers on one node, or 3,2 for two nodes with three and two",
         )
     return [int(part) for part in parts]
 
@@ -209,21 +207,17 @@ def check_program(program: WorkerProgram) -> None:
         raise UsageError(unrunnable_command_text(program.target))
     if program.is_module:
         raise UsageError(
-            explain(
-                "module",
-                got=program.target,
-                expected="a module that `python -m` finds from this directory",
-                do="Check its name and the current directory, or leave out -m to run a script",
-            )
+            "module",
+            got=program.target,
+            expected="a module that `python -m` finds from this directory",
+            do="Check its name and the current directory, or leave out -m to run a script",
         )
     raise UsageError(
-        explain(
-            "script",
-            got=program.target,
-            expected="the path of a Python file",
-            do="Check the path, or put -m before the name to run a module, or -- before any other command; "
-            "options of ringweave come first",
-        )
+        "script",
+        got=program.target,
+        expected="the path of a Python file",
+        do="Check the path, or put -m before the name to run a module, or -- before any other command; "
+        "options of ringweave come first",
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from ringweave.errors import LaunchError, explain
+from ringweave.errors import LaunchError
 from ringweave.page import html_report, run_model
 from ringweave.page.run_source import RunSource
 
@@ -148,6 +148,6 @@ async def _serve(server: PageServer, token: str, address: tuple[str, int], on_re
         await ended.wait()
     except OSError as error:
         got, do = f"{address[0]}:{address[1]} ({error.strerror or error})", "Choose another --host or --port"
-        raise LaunchError(explain("page", got=got, expected="a free address of this machine", do=do)) from error
+        raise LaunchError("page", got=got, expected="a free address of this machine", do=do) from error
     finally:
         await runner.cleanup()

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
 
-from ringweave.errors import DeadlineError, TrainingError, explain
+from ringweave.errors import DeadlineError, TrainingError
 from ringweave.param_server import job as param_server_job
 from ringweave.param_server import messages, snapshots
 from ringweave.param_server.data_shards import DataPosition, ResumePoint
@@ -116,12 +116,10 @@ class CheckpointHandlers:
             while (decision := self._resume_decision(self._job_access.started_job(), offer.ring)) is None:
                 if call.left_s() <= 0 or call.cancelled.is_set():
                     raise DeadlineError(
-                        explain(
-                            "checkpoint that the rings resume from",
-                            got="some have not offered their checkpoint",
-                            expected="all that are there",
-                            do="Call Checkpoints.load on every rank",
-                        )
+                        "checkpoint that the rings resume from",
+                        got="some have not offered their checkpoint",
+                        expected="all that are there",
+                        do="Call Checkpoints.load on every rank",
                     )
                 self._job_access.changed.wait(min(_OFFER_POLL_S, max(0.0, call.left_s())))
         return decision
@@ -161,12 +159,10 @@ class CheckpointHandlers:
             if job.resumed is None:  # else it is a repetition, or another ring was faster
                 if job.has_begun:
                     raise TrainingError(
-                        explain(
-                            "checkpoint to go on from",
-                            got="one after the first samples were drawn",
-                            expected="it before",
-                            do="Call Checkpoints.load right after prepare",
-                        )
+                        "checkpoint to go on from",
+                        got="one after the first samples were drawn",
+                        expected="it before",
+                        do="Call Checkpoints.load right after prepare",
                     )
                 start = piece.start
                 position = DataPosition(pass_number=start.pass_number, epoch=start.epoch, done=tuple(start.done))
@@ -189,12 +185,10 @@ class CheckpointHandlers:
             is_too_long = max(piece.num_bytes, len(held) + len(content)) > min(max_bytes, piece.num_bytes)
             if is_too_long or len(held) != piece.first_byte:
                 raise TrainingError(
-                    explain(
-                        "piece of a snapshot",
-                        got=f"byte {piece.first_byte} of {piece.num_bytes}",
-                        expected=f"byte {len(held)}, of at most {max_bytes}",
-                        do="Give back what this server, or one of the same model, has written",
-                    )
+                    "piece of a snapshot",
+                    got=f"byte {piece.first_byte} of {piece.num_bytes}",
+                    expected=f"byte {len(held)}, of at most {max_bytes}",
+                    do="Give back what this server, or one of the same model, has written",
                 )
             held += content
             self._uploads[piece.ring] = held
@@ -222,5 +216,5 @@ def fit_snapshot(snapshot: ServerSnapshot, setup: messages.ServerSetup) -> Serve
         if both[0][what] != wanted:
             got, expected = str(both[0][what])[:200], str(wanted)[:200]
             do = "Train what the checkpoint is of, or begin in another folder"
-            raise TrainingError(explain(f"{what} of the checkpoint of rings", got=got, expected=expected, do=do))
+            raise TrainingError(f"{what} of the checkpoint of rings", got=got, expected=expected, do=do)
     return replace(snapshot, setup=setup, pushed={}, live_state=None, ring_bases={})

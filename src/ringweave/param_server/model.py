@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.param_server import optimizers
 from ringweave.param_server.flat import FlatTensors
 from ringweave.param_server.messages import OptimizerOption, ParameterGroup, Push, ServerSetup
@@ -175,7 +175,7 @@ class AccumulatingModel:
     def _check_places(self, absent: Sequence[int]) -> None:
         if not all(place < len(self.setup.tensors) for place in absent):
             raise TrainingError(
-                explain("absent gradients", got=list(absent), expected="places of parameters", do="Push them whole")
+                "absent gradients", got=list(absent), expected="places of parameters", do="Push them whole"
             )
 
     def _block_groups(self) -> list[ParameterGroup]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from ringweave import rpc
-from ringweave.errors import ConnectionLostError, DeadlineError, TrainingError, explain
+from ringweave.errors import ConnectionLostError, DeadlineError, TrainingError
 from ringweave.param_server import job as param_server_job
 from ringweave.param_server import messages, sessions, snapshots
 from ringweave.param_server.barrier import BarrierResult
@@ -42,12 +42,10 @@ def regroup_setup(
     if ranks != ranks_before or not all(rings):
         do = "Regroup all ranks of the job"
         expected = f"every one of the ranks {ranks_before} in one of them"
-        raise TrainingError(explain("new rings", got=[list(ring) for ring in rings], expected=expected, do=do))
+        raise TrainingError("new rings", got=[list(ring) for ring in rings], expected=expected, do=do)
     if computing:
         do = "Let every ring leave first, as at the end of an epoch"
-        raise TrainingError(
-            explain("rings that compute while new ones are formed", got=list(computing), expected="none", do=do)
-        )
+        raise TrainingError("rings that compute while new ones are formed", got=list(computing), expected="none", do=do)
     return setup.model_copy(update={"rings": [list(ring) for ring in rings]})
 
 
@@ -88,15 +86,13 @@ class ExchangeBenchmarkHandlers:
         setup = message.setup
         param_server_job.check_buffers(setup, [len(buffer) for buffer in call.buffers])
         if not setup.rings:
-            raise TrainingError(
-                explain("rings of a benchmark", got="none", expected="those of the job", do="Send them")
-            )
+            raise TrainingError("rings of a benchmark", got="none", expected="those of the job", do="Send them")
         self._check_term(message.term)
         parameters = FlatTensors(setup.tensors)
         with self._lock:
             if self._is_over:
                 got, do = "a job that has begun", "Run it before the job begins"
-                raise TrainingError(explain("exchange benchmark", got=got, expected="none yet", do=do))
+                raise TrainingError("exchange benchmark", got=got, expected="none yet", do=do)
             self._peers.add(call.peer)
             model = self._model
             if model is None or model.setup != setup:
@@ -261,12 +257,10 @@ class ParameterService:
                 self._reset_max_peers()
             elif self.job.setup != setup:
                 raise TrainingError(
-                    explain(
-                        "job on the parameter server",
-                        got="another one",
-                        expected="the one that it has",
-                        do="Call ringweave.prepare once in a run",
-                    )
+                    "job on the parameter server",
+                    got="another one",
+                    expected="the one that it has",
+                    do="Call ringweave.prepare once in a run",
                 )
             job = self.job
         self._benchmark.end_benchmarks()
@@ -299,12 +293,10 @@ class ParameterService:
         with self._apply_lock:
             if call.cancelled.is_set():  # while it waited; a live caller repeats it on a new connection
                 raise ConnectionLostError(
-                    explain(
-                        f"push {push.sequence} of ring {push.ring}",
-                        got="from a caller that has hung up",
-                        expected="one that waits for what becomes of it",
-                        do="Push it again",
-                    )
+                    f"push {push.sequence} of ring {push.ring}",
+                    got="from a caller that has hung up",
+                    expected="one that waits for what becomes of it",
+                    do="Push it again",
                 )
             receipt = self._known_receipt(job, push, call.peer)
             if receipt is None:
@@ -384,12 +376,10 @@ class ParameterService:
                 return buffers
             if call.left_s() <= 0 or not is_wanted:
                 raise DeadlineError(
-                    explain(
-                        f"parameters for ring {pull.ring}",
-                        got=f"version {job.ledger.version} is all there is" if is_wanted else "no caller that waits",
-                        expected=f"its push {pull.after_sequence} applied, and the slowest ring near enough",
-                        do="Look which ring does not push any more",
-                    )
+                    f"parameters for ring {pull.ring}",
+                    got=f"version {job.ledger.version} is all there is" if is_wanted else "no caller that waits",
+                    expected=f"its push {pull.after_sequence} applied, and the slowest ring near enough",
+                    do="Look which ring does not push any more",
                 )
             self.changed.wait(
                 min(_BUFFER_POLL_S if param_server_job.may_pull(job, pull) else _PULL_POLL_S, max(0.0, call.left_s()))
@@ -455,7 +445,7 @@ class ParameterService:
         job = self.job
         if job is None:
             raise TrainingError(
-                explain("job", got="none yet", expected="one that rank 0 has begun", do="Call ringweave.prepare")
+                "job", got="none yet", expected="one that rank 0 has begun", do="Call ringweave.prepare"
             )
         return job
 

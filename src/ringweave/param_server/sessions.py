@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from ringweave.errors import DeadlineError, RefusedError, explain
+from ringweave.errors import DeadlineError, RefusedError
 from ringweave.membership.failure_detector import HEARTBEAT_TIMEOUT, ArrivalHistory
 from ringweave.param_server import messages
 from ringweave.param_server.barrier import BarrierResult
@@ -213,12 +213,10 @@ class RingSessions:
                     return None
                 if call.left_s() <= 0 or call.cancelled.is_set():
                     raise DeadlineError(
-                        explain(
-                            f"barrier {arrival.number} of the rings",
-                            got="not all of them",
-                            expected="all that are there",
-                            do="Look which ring does not get on",
-                        )
+                        f"barrier {arrival.number} of the rings",
+                        got="not all of them",
+                        expected="all that are there",
+                        do="Look which ring does not get on",
                     )
                 self._job_access.changed.wait(min(_BARRIER_POLL_S, max(0.0, call.left_s())))
         return result
@@ -276,12 +274,10 @@ def check_ring_member(job: ServerJob, ring: int, peer: Identity) -> None:
     members = job.setup.rings[ring] if ring < len(job.setup.rings) else []
     if peer.role == "worker" and worker_slot(peer.name) not in members:
         raise RefusedError(
-            explain(
-                f"caller for ring {ring}",
-                got=peer.name,
-                expected=f"one of its ranks {', '.join(map(str, members)) or '(there is no such ring)'}",
-                do="Join that ring first",
-            )
+            f"caller for ring {ring}",
+            got=peer.name,
+            expected=f"one of its ranks {', '.join(map(str, members)) or '(there is no such ring)'}",
+            do="Join that ring first",
         )
 
 

@@ -18,7 +18,7 @@ from functools import singledispatchmethod
 from typing import Protocol
 
 from ringweave import rpc
-from ringweave.errors import DeadlineError, NotLeaderError, RefusedError, RpcError, UsageError, explain
+from ringweave.errors import DeadlineError, NotLeaderError, RefusedError, RpcError, UsageError
 from ringweave.param_server import leadership_log, replication, snapshots
 from ringweave.param_server.barrier import BarrierResult
 from ringweave.param_server.data_shards import DataShard
@@ -339,7 +339,7 @@ class ServerLeadership:
 
 def _not_leading_error(got: str, expected: str = "the server that leads") -> NotLeaderError:
     do = "Ask the other server"
-    return NotLeaderError(explain("parameter server", got=got, expected=expected, do=do))
+    return NotLeaderError("parameter server", got=got, expected=expected, do=do)
 
 
 class LeaderReplay:
@@ -523,7 +523,7 @@ def join_as_standby(
 def _check_server(peer: rpc.Identity) -> None:
     if peer.role != "server":
         do = "Push and pull: that is what rings do"
-        raise RefusedError(explain("caller", got=peer.role, expected="the other server of the job", do=do))
+        raise RefusedError("caller", got=peer.role, expected="the other server of the job", do=do)
 
 
 _FRESH_LEASE_FRACTION = 0.5
@@ -598,7 +598,7 @@ class ServerPair:
         if args.claims is None or not host or not port.isdigit():
             got = f"--other {args.other}" + ("" if args.claims else " without --claims")
             do = "Give the address of the other server and a folder that both can write to"
-            raise UsageError(explain("standby", got=got, expected="--other HOST:PORT and --claims DIR", do=do))
+            raise UsageError("standby", got=got, expected="--other HOST:PORT and --claims DIR", do=do)
         self._address, self._authentication = (host, int(port)), authentication
         self._reachability = ReachabilityMonitor(args.host, args.lease_s)
         self.leadership = ServerLeadership(
@@ -648,7 +648,7 @@ class ServerPair:
         self._last_complaint = complaint
         if self.leadership.superseded:
             got, do = self.leadership.superseded, "Start it again: it follows the one that leads"
-            raise NotLeaderError(explain("parameter server", got=got, expected="one that is needed", do=do))
+            raise NotLeaderError("parameter server", got=got, expected="one that is needed", do=do)
 
     def _connect(self) -> rpc.RpcClient:
         return rpc.RpcClient.connect(

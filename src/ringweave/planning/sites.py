@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.planning import balancing
 from ringweave.planning.balancing import Speed
 from ringweave.planning.balancing.epochs import Indices
@@ -84,7 +84,7 @@ def check_sites(sites: Sequence[Sequence[int]], world_size: int) -> tuple[Site, 
     if sorted(itertools.chain.from_iterable(sites)) != list(range(world_size)) or not all(sites):
         expected = f"each of the ranks 0 to {world_size - 1} in exactly one site"
         do = "Name the ranks of each site, or leave sites out for those of the cluster file"
-        raise TrainingError(explain("sites", got=[list(site) for site in sites], expected=expected, do=do))
+        raise TrainingError("sites", got=[list(site) for site in sites], expected=expected, do=do)
     return tuple(sorted(tuple(sorted(site)) for site in sites))
 
 

@@ -61,7 +61,7 @@ def open_platform(name: str, environ: Mapping[str, str]) -> Platform:
     do = (
         suggest_closest(name, names) or f"Install a package with an entry point {name} in the group {ENTRY_POINT_GROUP}"
     )
-    raise UsageError(explain("service", got=name, expected=f"one of {', '.join(names)}", do=do, where="--on"))
+    raise UsageError("service", got=name, expected=f"one of {', '.join(names)}", do=do, where="--on")
 
 
 def _load_factory(path: str, name: str) -> PlatformFactory:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ringweave import telemetry, topology
-from ringweave.errors import JobError, UnknownJobError, explain
+from ringweave.errors import JobError, UnknownJobError
 from ringweave.files import file_io
 from ringweave.jobs import records
 from ringweave.jobs.request import JobRequest
@@ -75,7 +75,7 @@ class RunDirectoryPlatform(Platform):
             JobError: Always.
         """
         do = "Use ringweave run, or leave --on out"
-        raise JobError(explain("--on", got=PLATFORM, expected="a platform of jobs", do=do))
+        raise JobError("--on", got=PLATFORM, expected="a platform of jobs", do=do)
 
     def jobs(self) -> Sequence[JobView]:
         names = [path.parent.name for path in RUNS_FOLDER.glob("*/run.json")]
@@ -88,10 +88,10 @@ class RunDirectoryPlatform(Platform):
         directory = _require_run_dir(name)
         if verb != "stop":
             do = "Submit a job for that, see ringweave submit --help" if verb != "delete" else "Remove its folder"
-            raise JobError(explain(f"{verb} of run {name}", got="a run without a job", expected="stop", do=do))
+            raise JobError(f"{verb} of run {name}", got="a run without a job", expected="stop", do=do)
         holders = find_holders(directory)
         if not holders:
-            raise JobError(explain(f"run {name}", got="ended", expected="one that runs", do="Nothing to do"))
+            raise JobError(f"run {name}", got="ended", expected="one that runs", do="Nothing to do")
         for pid in holders:
             os.kill(pid, signal.SIGINT)
         return self._view(directory, name)
@@ -234,7 +234,7 @@ def _read_record(directory: RunDir) -> dict[str, Any]:
         return record
     do = "Name the folder of a run of this ringweave"
     what = f"run.json of {directory.root}"
-    raise UnknownJobError(explain(what, got="another file", expected="the record of a run", do=do))
+    raise UnknownJobError(what, got="another file", expected="the record of a run", do=do)
 
 
 def _require_run_dir(name: str) -> RunDir:
@@ -242,7 +242,7 @@ def _require_run_dir(name: str) -> RunDir:
     directory = find_run_dir(name)
     if directory is None:
         do = "Give the path of its run directory, or its name below runs/"
-        raise UnknownJobError(explain("run", got=name, expected="a folder with a run.json", do=do))
+        raise UnknownJobError("run", got=name, expected="a folder with a run.json", do=do)
     return directory
 
 

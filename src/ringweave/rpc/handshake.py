@@ -165,13 +165,11 @@ def _receive_first(channel: RpcChannel, kind: FrameKind, model: type[MessageT]) 
         raise refusal_error(head.body)
     if head.prefix.kind != kind or head.prefix.num_buffers:
         raise MessageError(
-            explain(
-                "first frame",
-                got=head.prefix.kind.name,
-                expected=kind.name,
-                do="Check which process called",
-                where=channel.where,
-            )
+            "first frame",
+            got=head.prefix.kind.name,
+            expected=kind.name,
+            do="Check which process called",
+            where=channel.where,
         )
     return framing.decode_message(model, head.body)
 

@@ -25,6 +25,7 @@ from ringweave.schedules.generators.multi_level import (
 from ringweave.schedules.generators.parameter_server import parameter_server
 from ringweave.schedules.generators.ring import ring, ring_allgather, ring_block_allgather, ring_reduce_scatter
 from ringweave.schedules.program import Transfer, project_all_ranks, project_rank
+from ringweave.schedules.roundings import RoundingBound
 from ringweave.schedules.schedule import (
     Collective,
     CollectiveKind,

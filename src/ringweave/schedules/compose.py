@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from ringweave.errors import ScheduleError, explain
+from ringweave.errors import ScheduleError
 from ringweave.schedules.schedule import (
     Collective,
     CollectiveKind,
@@ -38,7 +38,7 @@ def mirror(schedule: Schedule) -> Schedule:
     kind = schedule.collective.kind
     if kind not in _MIRRORED:
         expected = "an allgather or a broadcast"
-        raise ScheduleError(explain("schedule to mirror", got=kind, expected=expected, do="Mirror its other half"))
+        raise ScheduleError("schedule to mirror", got=kind, expected=expected, do="Mirror its other half")
     mirrored, rounds = _MIRRORED[kind], schedule.rounds
     count = len(rounds)
 

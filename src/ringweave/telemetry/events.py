@@ -292,7 +292,7 @@ def _check_format(event: Event, path: str | Path) -> None:
     if event["kind"] == "run_started" and event.get("format") != EVENTS_FORMAT:
         do = "Read it with the ringweave that wrote it, or start the run in another directory"
         got, expected = event.get("format", "none"), str(EVENTS_FORMAT)
-        raise UsageError(explain("format of the events file", got=got, expected=expected, do=do, where=str(path)))
+        raise UsageError("format of the events file", got=got, expected=expected, do=do, where=str(path))
 
 
 def _check_fields(kind: str, fields: dict[str, object]) -> None:

@@ -71,7 +71,7 @@ def agree_on_nics(
     except RuntimeError as cause:
         do, where = "Look into its log", f"rank {group.own_info.global_rank}"
         got, expected = "nothing in time", f"{group.rank_text(0)} to say what probing found"
-        raise PeerError(explain("NICs of the nodes", got=got, expected=expected, do=do, where=where)) from cause
+        raise PeerError("NICs of the nodes", got=got, expected=expected, do=do, where=where) from cause
     expected = f"rates of NICs, as {group.rank_text(0)} found them"
     return _restrict_to_nics(
         group,

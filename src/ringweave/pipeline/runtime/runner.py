@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from ringweave.environment import EXACT
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.pipeline.block_store import BlockStore
 from ringweave.pipeline.runtime import boundaries, torch_schedules
 from ringweave.pipeline.runtime.boundaries import Boundary, Precision, as_tuple
@@ -118,7 +118,7 @@ class StageModule(nn.Module):
         ]:
             expected = f"{[(form.shape, form.dtype) for form in self.output_boundary.tensors]}, as in the example"
             do = "Compute in one precision (Settings.autocast), with shapes that do not depend on values"
-            raise TrainingError(explain("activations of a stage", got=got, expected=expected, do=do))
+            raise TrainingError("activations of a stage", got=got, expected=expected, do=do)
 
 
 class StageRunner:

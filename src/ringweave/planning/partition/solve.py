@@ -391,7 +391,7 @@ def solve_partition(problem: PartitionProblem, num_microbatches: int | None = No
     """
     if num_microbatches is not None and num_microbatches < 1:
         do = "Give how many a step is cut into"
-        raise UsageError(explain("microbatches", got=num_microbatches, expected="1 or more", do=do))
+        raise UsageError("microbatches", got=num_microbatches, expected="1 or more", do=do)
     costs = PartitionCosts(problem)
     splits = least_bottleneck_splits(costs)
     if splits is None:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from ringweave import rpc
-from ringweave.errors import JobError, LaunchError, RemoteError, RingweaveError, RpcError, explain
+from ringweave.errors import JobError, LaunchError, RemoteError, RingweaveError, RpcError
 from ringweave.files import file_io, rotation
 from ringweave.jobs import records
 from ringweave.param_server import leadership_log
@@ -236,7 +236,7 @@ def _wait_for_service(folder: HostFolder, address: str, port: int, timeout_s: fl
     lines = rotation.last_lines(folder.service_log)
     got = lines[-1] if lines else "no listener"
     do = f"Check that {address} is an address of this host, and that port {port} is free"
-    raise LaunchError(explain("host service", got=got, expected=f"one that listens on {address}:{port}", do=do))
+    raise LaunchError("host service", got=got, expected=f"one that listens on {address}:{port}", do=do)
 
 
 def end_host(folder: HostFolder) -> None:

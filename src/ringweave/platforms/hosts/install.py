@@ -19,7 +19,7 @@ from typing import Any
 
 import ringweave
 from ringweave import __version__
-from ringweave.errors import LaunchError, explain
+from ringweave.errors import LaunchError
 from ringweave.files import file_io
 from ringweave.launcher.run_dir import software_versions
 from ringweave.platforms.hosts import install_main
@@ -63,7 +63,7 @@ def installed_wheel() -> Wheel:
     except importlib.metadata.PackageNotFoundError as error:
         do = "Install it: pip install ringweave (in a clone: make setup)"
         got = f"a folder, {Path(ringweave.__file__).parent}"
-        raise LaunchError(explain("ringweave", got=got, expected="an installed one to send", do=do)) from error
+        raise LaunchError("ringweave", got=got, expected="an installed one to send", do=do) from error
     folder = f"ringweave-{distribution.version}.dist-info"
     files = {**_package_files(Path(ringweave.__file__).parent), **_metadata_files(distribution, folder)}
     rows = [f"{path},sha256={_digest_text(content)},{len(content)}" for path, content in files.items()]
@@ -218,10 +218,10 @@ class InstallDialogue:
 
     def _problem(self, parts: Mapping[str, str]) -> HostError:
         words = {key: parts[key] for key in ("got", "expected", "do")}
-        return HostError(explain(f"{parts['what']} on host {self._host.node}", where="--install", **words))
+        return HostError(f"{parts['what']} on host {self._host.node}", where="--install", **words)
 
     def _no_python(self) -> HostError:
         got = f"{self._python} is none" if self._python else "none on its PATH"
         do = "Install one there (Debian: apt install python3 python3-venv), or name one with --python PATH"
         what = f"Python of host {self._host.node}"
-        return HostError(explain(what, got=got, expected="version 3.11 or newer", do=do, where="--install"))
+        return HostError(what, got=got, expected="version 3.11 or newer", do=do, where="--install")

@@ -175,7 +175,7 @@ def _own_address(host: str, port: int) -> str:
     except OSError as error:
         do = "Check the network of this host, and the line"
         what = f"way to {host}"
-        raise LaunchError(explain(what, got=error.strerror or str(error), expected="one", do=do)) from error
+        raise LaunchError(what, got=error.strerror or str(error), expected="one", do=do) from error
 
 
 def _fetch_files(admission: _Admission, folder: HostFolder) -> None:

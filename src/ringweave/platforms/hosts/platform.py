@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ringweave.errors import JobError, LaunchError, UnknownJobError, explain
+from ringweave.errors import JobError, LaunchError, UnknownJobError
 from ringweave.files.problems import suggest_closest
 from ringweave.jobs import admission
 from ringweave.jobs.admission import AccessPolicy, PermissionCache
@@ -139,7 +139,7 @@ class HostRunAccess:
         if status is None:
             do = "Repeat it where the run was started: only there all hosts are reached"
             what = f"{verb} of run {self.read_entry().name}"
-            raise LaunchError(explain(what, got="no host service here", expected="a run that goes on", do=do))
+            raise LaunchError(what, got="no host service here", expected="a run that goes on", do=do)
 
     def read_logs(self, positions: dict[str, str], events: EventLines) -> list[LogPiecesOfHost]:
         own = self._folder.load_config().index
@@ -264,7 +264,7 @@ def find_access(name: str) -> RunAccess:
     names = [run.name for run in run_entry.list_known_runs()] + [folder.load_entry().name for folder in folders]
     do = suggest_closest(name, names) or "See ringweave jobs --on hosts"
     expected = f"one of {', '.join(names)}" if names else "a run that was started here, or has this host"
-    raise UnknownJobError(explain("run", got=name, expected=expected, do=do, where="hosts"))
+    raise UnknownJobError("run", got=name, expected=expected, do=do, where="hosts")
 
 
 def open_service(environ: Mapping[str, str]) -> HostsPlatform:

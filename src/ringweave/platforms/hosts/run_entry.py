@@ -23,7 +23,7 @@ from pathlib import Path
 
 import platformdirs
 
-from ringweave.errors import LaunchError, UnknownJobError, explain
+from ringweave.errors import LaunchError, UnknownJobError
 from ringweave.files import file_io
 from ringweave.files.problems import suggest_closest
 from ringweave.jobs import records
@@ -294,7 +294,7 @@ def find_known_run(name: str) -> KnownRun:
         names = [run.name for run in runs]
         do = suggest_closest(name, names) or "See ringweave jobs --on hosts"
         expected = f"one of {', '.join(names)}" if names else "a run that was started from this machine"
-        raise UnknownJobError(explain("run", got=name, expected=expected, do=do))
+        raise UnknownJobError("run", got=name, expected=expected, do=do)
     return found
 
 

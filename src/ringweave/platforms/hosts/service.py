@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ringweave import rpc
-from ringweave.errors import JobError, LaunchError, NotLeaderError, RemoteError, RingweaveError, RpcError, explain
+from ringweave.errors import JobError, LaunchError, NotLeaderError, RemoteError, RingweaveError, RpcError
 from ringweave.files import rotation
 from ringweave.jobs import admission
 from ringweave.jobs.advance import is_finished
@@ -625,7 +625,7 @@ class HostService:
         is_known = index < len(self.entry.hosts) and call.peer.name == self.entry.hosts[index].node
         if call.peer.role != HOST_ROLE or not is_known:
             do = "Nothing to do if the run goes on"
-            raise JobError(explain("sender", got=str(call.peer), expected=f"host {index} of the run", do=do))
+            raise JobError("sender", got=str(call.peer), expected=f"host {index} of the run", do=do)
 
     def _adopt_entry(self, entry: RunEntry) -> None:
         if entry.run_id != self._folder.run_id or entry.version <= self.entry.version:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ringweave.errors import JobError, LaunchError, RingweaveError, UnknownJobError, explain, shorten
+from ringweave.errors import JobError, LaunchError, RingweaveError, UnknownJobError, shorten
 from ringweave.files import file_io
 from ringweave.platforms.hosts.host_list import THIS_MACHINE, HostSpec
 from ringweave.platforms.hosts.run_entry import HostsOptions
@@ -275,7 +275,7 @@ class SshConnection:
 
     def _error(self, got: str, do: str) -> HostError:
         what, expected = f"host {self.host.node}", "an answer by ssh"
-        return HostError(explain(what, got=got, expected=expected, do=do, where="--hosts"))
+        return HostError(what, got=got, expected=expected, do=do, where="--hosts")
 
 
 class HostConnections:
@@ -356,7 +356,7 @@ def open_ssh(host: HostSpec, command: str, options: Sequence[str] = ()) -> "subp
         return subprocess.Popen(argv, **pipes, cwd=folder, start_new_session=True)
     except OSError as error:
         do, got = "Install OpenSSH's client, such as Debian's openssh-client", error.strerror or str(error)
-        raise HostError(explain("ssh", got=got, expected="a program on the PATH", do=do)) from error
+        raise HostError("ssh", got=got, expected="a program on the PATH", do=do) from error
 
 
 def ssh_error(host: HostSpec, lines: Sequence[str], exit_code: int) -> HostError:
@@ -367,8 +367,6 @@ def ssh_error(host: HostSpec, lines: Sequence[str], exit_code: int) -> HostError
     for failure in _SSH_FAILURES:
         if re.search(failure.pattern, text):
             do, got = failure.do.format(**words), failure.got
-            return HostError(
-                explain(f"host {host.node}", got=got, expected="an answer by ssh", do=do, where=f"--hosts: {last}")
-            )
+            return HostError(f"host {host.node}", got=got, expected="an answer by ssh", do=do, where=f"--hosts: {last}")
     do = f"Try it by hand: ssh {host.destination} true"
-    return HostError(explain(f"host {host.node}", got=last, expected="an answer by ssh", do=do, where="--hosts"))
+    return HostError(f"host {host.node}", got=last, expected="an answer by ssh", do=do, where="--hosts")

@@ -80,7 +80,7 @@ def unreachable_error(server: str, error: Exception) -> LaunchError:
     """Return the error for a server that does not answer."""
     got = str(error) or type(error).__name__
     do = "Check the kubeconfig (kubectl cluster-info shows whether kubectl gets there), and the network"
-    return LaunchError(explain("Kubernetes API server", got=got, expected="an answer", do=do, where=server))
+    return LaunchError("Kubernetes API server", got=got, expected="an answer", do=do, where=server)
 
 
 _FIXES = {
@@ -485,7 +485,7 @@ def connection_info(
     if environ.get("KUBERNETES_SERVICE_HOST") and (SERVICE_ACCOUNT_DIR / "token").exists():
         return _from_service_account(environ)
     do = "Set KUBECONFIG to a kubeconfig, or run it in a Pod with a service account"
-    raise LaunchError(explain("Kubernetes", got="no kubeconfig", expected="one, or a service account", do=do))
+    raise LaunchError("Kubernetes", got="no kubeconfig", expected="one, or a service account", do=do)
 
 
 def _from_service_account(environ: Mapping[str, str]) -> ConnectionInfo:
@@ -563,7 +563,7 @@ def _read_file(path: Path) -> str:
 def _bad_file_error(what: str, error: Exception, where: str) -> UsageError:
     got = (error.strerror if isinstance(error, OSError) else None) or str(error)
     do = "Correct the kubeconfig, or let your user read the file"
-    return UsageError(explain(what, got=got, expected="text that can be read", do=do, where=where))
+    return UsageError(what, got=got, expected="text that can be read", do=do, where=where)
 
 
 def _from_plugin(plugin: Mapping[str, Any], home: Path, environ: Mapping[str, str]) -> Mapping[str, str]:
@@ -602,7 +602,7 @@ def _find_section(sections: Mapping[str, Any], name: str | None, section: str, w
     if name is None or name not in sections:
         expected = f"one of {', '.join(sections) or 'none'}"
         do = "Correct the kubeconfig (kubectl config view shows it)"
-        raise UsageError(explain(f"{section} of the kubeconfig", got=name, expected=expected, do=do, where=where))
+        raise UsageError(f"{section} of the kubeconfig", got=name, expected=expected, do=do, where=where)
     return sections[name]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from ringweave.errors import JobError, explain
+from ringweave.errors import JobError
 from ringweave.jobs.records import CreateGroup, Job
 from ringweave.jobs.request import SERVER_MODES
 from ringweave.platforms.agent import agent_channel, job_config
@@ -158,9 +158,7 @@ def config_map(job: Job, owner: JobOwner, source: str | None) -> Object:
     if num_bytes > MAX_CONFIG_MAP_BYTES - _RENDEZVOUS_RESERVE_BYTES:
         do = "Put the script into the image and give its folder as directory"
         expected = f"at most {MAX_CONFIG_MAP_BYTES - _RENDEZVOUS_RESERVE_BYTES} (1 MiB less the rendezvous result)"
-        raise JobError(
-            explain(f"bytes of the ConfigMap of job {job.request.name}", got=num_bytes, expected=expected, do=do)
-        )
+        raise JobError(f"bytes of the ConfigMap of job {job.request.name}", got=num_bytes, expected=expected, do=do)
     return {"metadata": owner.metadata(config_name(owner.name)), "data": data}
 
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from ringweave.errors import LaunchError, RingweaveError, UsageError, explain
+from ringweave.errors import LaunchError, RingweaveError, UsageError
 from ringweave.platforms import metrics
 from ringweave.platforms.api import JobView
 from ringweave.platforms.kubernetes import agent_gateway, api_client, objects
@@ -465,7 +465,7 @@ def _pod_settings(options: Mapping[str, Any]) -> PodSettings:
             return parse(text)
         except ValueError:
             do = "Write it in Kubernetes' notation"
-            raise UsageError(explain(f"--{option}", got=text, expected=expected, do=do)) from None
+            raise UsageError(f"--{option}", got=text, expected=expected, do=do) from None
 
     def amount(option: str) -> Quantity | None:
         text = options[option.replace("-", "_")]

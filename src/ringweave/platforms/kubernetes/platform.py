@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ruamel.yaml import YAML
 
-from ringweave.errors import JobError, LaunchError, RingweaveError, explain
+from ringweave.errors import JobError, LaunchError, RingweaveError
 from ringweave.jobs import admission, records
 from ringweave.jobs.advance import is_finished, with_pending_retry
 from ringweave.jobs.records import EndCause, Job
@@ -413,7 +413,7 @@ def _check_image_directory(request: JobRequest) -> None:
     if request.directory is not None and not Path(request.directory).is_absolute():
         do = "Put the folder into the image and give its path there, or leave directory out"
         expected = "an absolute path in the container image"
-        raise JobError(explain("directory", got=request.directory, expected=expected, do=do, where=request.name))
+        raise JobError("directory", got=request.directory, expected=expected, do=do, where=request.name)
 
 
 def _to_user_error(error: ApiError, what: str) -> LaunchError | JobError:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringweave.errors import JobError, explain
+from ringweave.errors import JobError
 from ringweave.files.problems import suggest_closest
 from ringweave.jobs import split
 from ringweave.jobs.records import Job
@@ -63,13 +63,11 @@ def check_feasible(job: Job, hosts: Sequence[SlurmHost]) -> None:
         if part.host is None and not _is_default_name(name, part.node):
             do = suggest_closest(name, capacities) or "Leave the names of nodes out to use any machine"
             raise JobError(
-                explain(
-                    "node",
-                    got=name,
-                    expected=f"a machine of Slurm: {_format_capacities(capacities, unit)}",
-                    do=do,
-                    where="slurm",
-                )
+                "node",
+                got=name,
+                expected=f"a machine of Slurm: {_format_capacities(capacities, unit)}",
+                do=do,
+                where="slurm",
             )
     if not _fits_hosts(needed, capacities):
         total, counts = job.request.num_workers, "+".join(str(part.workers) for part in needed)
@@ -81,12 +79,10 @@ def check_feasible(job: Job, hosts: Sequence[SlurmHost]) -> None:
         else:
             do = f"Ask for {' or '.join(totals)}" if totals else "Ask the administrator of the cluster"
         expected = f"at most the capacity of the machines: {_format_capacities(capacities, unit)}"
-        raise JobError(
-            explain(f"{unit} of job {job.request.name}", got=counts, expected=expected, do=do, where="slurm")
-        )
+        raise JobError(f"{unit} of job {job.request.name}", got=counts, expected=expected, do=do, where="slurm")
     if len(needed) > MAX_COMPONENTS:
         do = "Use machines with more GPUs each"
-        raise JobError(explain("nodes", got=len(needed), expected=f"at most {MAX_COMPONENTS} on Slurm", do=do))
+        raise JobError("nodes", got=len(needed), expected=f"at most {MAX_COMPONENTS} on Slurm", do=do)
 
 
 def slurm_job_name(job: Job) -> str:

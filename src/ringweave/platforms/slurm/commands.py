@@ -111,9 +111,7 @@ def _readable(command: str, output: str) -> Iterator[None]:
     except (ValueError, IndexError) as error:
         do = "Run it by hand: a wrapper or a message of the site may be in its output"
         expected = "what Slurm prints (seen: 22.05)"
-        raise LaunchError(
-            explain(f"output of {command}", got=output, expected=expected, do=do, where="slurm")
-        ) from error
+        raise LaunchError(f"output of {command}", got=output, expected=expected, do=do, where="slurm") from error
 
 
 def _parse_host(name: str, row: Sequence[str]) -> SlurmHost:

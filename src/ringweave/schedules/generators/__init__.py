@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Callable
 
 from ringweave.environment import NATIVE
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.schedules.generators import (
     direct,
     halving_doubling,
@@ -58,7 +58,7 @@ def check_schedule_name(name: str, where: str = "") -> str:
         return name
     close = difflib.get_close_matches(name, SCHEDULE_NAMES, n=1)
     fix = f"Did you mean {close[0]!r}?" if close else "Name one of them"
-    raise UsageError(explain("schedule", got=name, expected=f"one of {', '.join(SCHEDULE_NAMES)}", do=fix, where=where))
+    raise UsageError("schedule", got=name, expected=f"one of {', '.join(SCHEDULE_NAMES)}", do=fix, where=where)
 
 
 def generate(name: str, num_ranks: int) -> Schedule:
@@ -73,11 +73,9 @@ def generate(name: str, num_ranks: int) -> Schedule:
     check_schedule_name(name)
     if name == NATIVE:
         raise UsageError(
-            explain(
-                "schedule",
-                got=name,
-                expected="one that is planned here",
-                do="'native' names the native backend, which plans its messages itself",
-            )
+            "schedule",
+            got=name,
+            expected="one that is planned here",
+            do="'native' names the native backend, which plans its messages itself",
         )
     return _ALLREDUCE_GENERATORS[name](num_ranks)

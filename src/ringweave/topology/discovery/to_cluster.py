@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ringweave import errors, units
+from ringweave import units
 from ringweave.errors import UsageError
 from ringweave.files.problems import shorten_names
 from ringweave.topology import placement
@@ -30,13 +30,11 @@ def machine_to_node(
     """
     if leadership.interface is None:
         raise UsageError(
-            errors.explain(
-                f"network interface of {machine.name}",
-                got="none",
-                expected="one that connects it to other nodes, as a cluster file needs",
-                do="Run discover on the machine itself, or name a PCI function by --nic",
-                where=machine.source,
-            )
+            f"network interface of {machine.name}",
+            got="none",
+            expected="one that connects it to other nodes, as a cluster file needs",
+            do="Run discover on the machine itself, or name a PCI function by --nic",
+            where=machine.source,
         )
     devices = tuple(Device(kind=each.kind, numa=machine.numa_of(each.part)) for each in machine.workers)
     used = machine.interfaces[leadership.interface]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.telemetry import EventLog
 from ringweave.training import gradients
 from ringweave.training.checkpoints import store
@@ -39,12 +39,10 @@ def rank_messages(environ: Mapping[str, str]) -> ControlGroup | None:
         return ControlGroup() if dist.get_world_size() > 1 else None
     if environ.get("WORLD_SIZE", "1") != "1":
         raise TrainingError(
-            explain(
-                "process group",
-                got=None,
-                expected="one, so that all ranks go on from the same checkpoint",
-                do="Call ringweave.prepare or init_process_group before Checkpoints.load",
-            )
+            "process group",
+            got=None,
+            expected="one, so that all ranks go on from the same checkpoint",
+            do="Call ringweave.prepare or init_process_group before Checkpoints.load",
         )
     return None
 
@@ -118,13 +116,11 @@ def _raise_on_all_ranks(failures: Sequence[str], source: int, name: str) -> None
     failed = next((rank for rank in (source, *range(len(failures))) if failures[rank]), None)
     if failed is not None:
         raise TrainingError(
-            explain(
-                "checkpoint that all ranks go on from",
-                got=f"rank {failed}: {failures[failed]}",
-                expected="a file that stays whole until all of them have it",
-                do="Leave the folder alone while a job starts, look at that rank's disk, and start again",
-                where=name,
-            )
+            "checkpoint that all ranks go on from",
+            got=f"rank {failed}: {failures[failed]}",
+            expected="a file that stays whole until all of them have it",
+            do="Leave the folder alone while a job starts, look at that rank's disk, and start again",
+            where=name,
         )
 
 
@@ -178,9 +174,7 @@ def check_parts(keep: int, parts: dict[str, Any]) -> None:
         TrainingError: For the first such part, or an invalid number of checkpoints.
     """
     if keep < 1:
-        raise TrainingError(
-            explain("checkpoints to keep", got=keep, expected="at least 1", do="Three leave a way back")
-        )
+        raise TrainingError("checkpoints to keep", got=keep, expected="at least 1", do="Three leave a way back")
     is_served = any(is_server_backed(part) for part in parts.values())
     for name, part in parts.items():
         if is_server_backed(part):
@@ -209,7 +203,7 @@ def check_part_names(saved: CheckpointFile, states: dict[str, Any], parts: dict[
     if (SERVER_PART in states) != (SERVER_PART in parts):
         do = "Go on in the modes that it was saved in: rings (ps-hra and ps) keep their state in a server"
     names = [", ".join(sorted(each)) or "none" for each in (states, parts)]
-    raise TrainingError(explain("parts of a checkpoint", got=names[0], expected=names[1], do=do, where=str(saved.path)))
+    raise TrainingError("parts of a checkpoint", got=names[0], expected=names[1], do=do, where=str(saved.path))
 
 
 def fit_whole_states(parts: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,18 +226,16 @@ def load_part(saved: CheckpointFile, name: str, part: Any, state: Any) -> None:
         part.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TrainingError(
-            explain(
-                f"part {name} of a checkpoint",
-                got=str(error)[:300],
-                expected="the state of one that is built alike",
-                do="Go on with the model and the options that saved it, or into another folder",
-                where=str(saved.path),
-            )
+            f"part {name} of a checkpoint",
+            got=str(error)[:300],
+            expected="the state of one that is built alike",
+            do="Go on with the model and the options that saved it, or into another folder",
+            where=str(saved.path),
         ) from error
 
 
 def _part_error(name: str, got: str, expected: str, do: str) -> TrainingError:
-    return TrainingError(explain(f"part {name} of checkpoints", got=got, expected=expected, do=do))
+    return TrainingError(f"part {name} of checkpoints", got=got, expected=expected, do=do)
 
 
 def _can_save_shards(model: nn.Module) -> bool:

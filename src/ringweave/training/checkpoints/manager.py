@@ -12,7 +12,7 @@ from torch import nn
 
 from ringweave.comm import generation_group
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import RingweaveError, TrainingError, explain
+from ringweave.errors import RingweaveError, TrainingError
 from ringweave.param_server import snapshots
 from ringweave.param_server.messages import ResumeDecision, ServerStatus
 from ringweave.training import gradients
@@ -124,12 +124,10 @@ class ServerCheckpoint:
     def _restore_parts(self, found: FoundCheckpoint | None, decision: ResumeDecision) -> None:
         if found is None:
             raise TrainingError(
-                explain(
-                    "checkpoint that the rings go on from",
-                    got=f"nothing of step {decision.train_step} with check {decision.check} that this worker can read",
-                    expected="its file",
-                    do="Keep the checkpoints of an elastic job on a disk that all its workers reach",
-                )
+                "checkpoint that the rings go on from",
+                got=f"nothing of step {decision.train_step} with check {decision.check} that this worker can read",
+                expected="its file",
+                do="Keep the checkpoints of an elastic job on a disk that all its workers reach",
             )
         saved, content = found
         for name, part in self._parts.items():
@@ -440,12 +438,10 @@ class Checkpoints:
         """Return whether the other members of an elastic job are training already, and would not answer."""
         if self._loader is None and generation_group.is_generation_group():
             raise TrainingError(
-                explain(
-                    "parts of checkpoints of an elastic job",
-                    got=", ".join(sorted(self._parts)) or "none",
-                    expected="the loader that ringweave.prepare returned among them",
-                    do="Give Checkpoints loader=loader, by which a worker that joins knows where the others are",
-                )
+                "parts of checkpoints of an elastic job",
+                got=", ".join(sorted(self._parts)) or "none",
+                expected="the loader that ringweave.prepare returned among them",
+                do="Give Checkpoints loader=loader, by which a worker that joins knows where the others are",
             )
         return self._loader is not None and self._loader.has_joined_late
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.files import file_io
 from ringweave.training.checkpoints import format, store
 from ringweave.training.checkpoints.format import DTYPE_BY_NAME, SavedShards, StateEncoder
@@ -94,12 +94,10 @@ def agree_on_sets(folder_sets: Sequence[Sequence[CheckpointFile]], messages: Con
     if blind is not None:
         assert newest is not None
         raise TrainingError(
-            explain(
-                f"sharded checkpoint of step {newest[0]}",
-                got=f"not all of its files on rank {blind}",
-                expected="a folder that all ranks reach",
-                do="Keep checkpoints of a sharded model on a disk of all nodes",
-            )
+            f"sharded checkpoint of step {newest[0]}",
+            got=f"not all of its files on rank {blind}",
+            expected="a folder that all ranks reach",
+            do="Keep checkpoints of a sharded model on a disk of all nodes",
         )
     return [own[key] for key in seen[0] if all(key in keys for keys in seen)]
 
@@ -186,7 +184,7 @@ class ShardReader:
 
     def _error(self, saved: CheckpointFile, got: str) -> TrainingError:
         expected, do = f"a whole file of format {store.FORMAT}", "Remove this checkpoint, and load the one before it"
-        return TrainingError(explain("sharded checkpoint", got=got, expected=expected, do=do, where=str(saved.path)))
+        return TrainingError("sharded checkpoint", got=got, expected=expected, do=do, where=str(saved.path))
 
 
 def fit_state(part: Any, state: Any, read: Callable[[SavedShards, _Box], Tensor]) -> Any:

@@ -340,7 +340,7 @@ def _damaged_error(
     saved: CheckpointFile, got: str, do: str = "The one before it is taken; remove this one"
 ) -> TrainingError:
     expected = f"a whole file of format {FORMAT} with check {saved.checksum}"
-    return TrainingError(explain("checkpoint", got=got, expected=expected, do=do, where=str(saved.path)))
+    return TrainingError("checkpoint", got=got, expected=expected, do=do, where=str(saved.path))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringweave import rpc
 from ringweave.comm import peer_data
-from ringweave.errors import RpcError, TrainingError, explain
+from ringweave.errors import RpcError, TrainingError
 from ringweave.membership.membership_records import Membership, parse_member_name
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.data_shards import Spans
@@ -369,10 +369,8 @@ def _parse_json_object(what: str, text: str, expected: str) -> FetchedJson:
 
 def _epoch_over_error(number: int) -> TrainingError:
     return TrainingError(
-        explain(
-            "epoch of an elastic job of rings",
-            got=number,
-            expected="one whose pass was not broken off, since it is over for all rings",
-            do="Name the next one; look at a batch of the DataLoader that prepare was given",
-        )
+        "epoch of an elastic job of rings",
+        got=number,
+        expected="one whose pass was not broken off, since it is over for all rings",
+        do="Name the next one; look at a batch of the DataLoader that prepare was given",
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.membership.membership_records import Membership, parse_member_name
 from ringweave.param_server.data_shards import Span, Spans, merge_spans, remaining_spans, spans_in_epoch
 from ringweave.param_server.messages import DataStart, RingAssignmentReply
@@ -36,12 +36,10 @@ class ResumeStart:
         """
         if state["num_samples"] != num_samples:
             raise TrainingError(
-                explain(
-                    "samples of an epoch",
-                    got=num_samples,
-                    expected=f"{state['num_samples']}, as the checkpoint has them",
-                    do="Go on with the data that it was saved with, or begin in another folder",
-                )
+                "samples of an epoch",
+                got=num_samples,
+                expected=f"{state['num_samples']}, as the checkpoint has them",
+                do="Go on with the data that it was saved with, or begin in another folder",
             )
         done = spans_of_json(state["done"])
         if remaining_spans(done, num_samples):

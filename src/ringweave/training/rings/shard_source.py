@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.param_server.data_shards import DataPosition, Spans, remaining_spans
 from ringweave.param_server.messages import ResumeDecision
 from ringweave.planning import balancing
@@ -57,9 +57,7 @@ class ShardSource(SampleSource[StaticRing | ElasticRing]):
         """
         if spec.num_samples is None:
             do = "Use mode balanced, or a data set with an index"
-            raise TrainingError(
-                explain("data of mode ps-hra", got="a stream", expected="a data set with an index", do=do)
-            )
+            raise TrainingError("data of mode ps-hra", got="a stream", expected="a data set with an index", do=do)
         super().__init__(loader, spec, seed, membership)
         self._shards = _ShardSampler(self._draw_shard)
         self._reader = (

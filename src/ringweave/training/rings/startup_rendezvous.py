@@ -117,9 +117,7 @@ def wait_ring_assignment(
     if assignment is None:
         slots = sorted(each for ring in reply.rings for each in ring)
         do = "Nothing: the job goes on without it"
-        raise errors.MembershipError(
-            errors.explain("job is over for worker", got=slot, expected=f"one of {slots}", do=do)
-        )
+        raise errors.MembershipError("job is over for worker", got=slot, expected=f"one of {slots}", do=do)
     return assignment, len(reply.rings)
 
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringweave import rpc
 from ringweave.comm import peer_data
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.data_shards import Spans, spans_in_epoch
 from ringweave.param_server.messages import ResumeDecision, ServerSetup
@@ -349,12 +349,10 @@ class StaticRing(TrainingMembership):
         """
         if self._num_passes:
             raise TrainingError(
-                explain(
-                    "checkpoint to go on from",
-                    got="one after the first pass has begun",
-                    expected="it before",
-                    do="Call Checkpoints.load right after prepare",
-                )
+                "checkpoint to go on from",
+                got="one after the first pass has begun",
+                expected="it before",
+                do="Call Checkpoints.load right after prepare",
             )
         start = ResumeStart.of_state(offered.state, epoch_samples) if offered else None
         decision = self._agree_with_server(offered, start)
