@@ -30,7 +30,6 @@ class Verb:
     module: str
     """Module in `ringweave.cli`."""
     command: str = "command"
-    """Name of the command there."""
     help: str
     """One line for the list of verbs."""
 
