@@ -69,7 +69,7 @@ def _measure(  # noqa: PLR0913, PLR0917 - one parameter per option
 ) -> int:
     """Measure the collective that the verb names."""
     from ringweave import schedules
-    from ringweave.cli.progress import ProgressPrinter
+    from ringweave.cli.echo import ProgressPrinter
     from ringweave_bench import benchmark_request, comparison, result_tables
     from ringweave_bench.comparison import ComparisonReport
 

@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass
 
 from ringweave import topology, units
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.schedules import CollectiveKind
 from ringweave.topology import Cluster
 from ringweave_bench.systems import SYSTEMS
@@ -50,7 +50,7 @@ def check_order(name: str) -> str:
         return name
     close = difflib.get_close_matches(name, RANK_ORDERS, n=1)
     do = f"Did you mean {close[0]}?" if close else "Name one of them"
-    raise UsageError(explain("--orders", got=name, expected=f"{', '.join(RANK_ORDERS)}, separated by commas", do=do))
+    raise UsageError("--orders", got=name, expected=f"{', '.join(RANK_ORDERS)}, separated by commas", do=do)
 
 
 LOCAL_PREFIX = "local:"
@@ -91,12 +91,12 @@ def read_target(text: str) -> tuple[Cluster, bool]:
         count = text.removeprefix(LOCAL_PREFIX)
         if not (count.isascii() and count.isdigit() and 2 <= int(count) <= _MAX_LOCAL_RANKS):
             expected = f"local:N with 2 to {_MAX_LOCAL_RANKS} ranks"
-            raise UsageError(explain("CLUSTER", got=text, expected=expected, do="Write it like local:4"))
+            raise UsageError("CLUSTER", got=text, expected=expected, do="Write it like local:4")
         return topology.one_machine([int(count)]), True
     cluster = topology.load(text)
     if cluster.num_devices < 2:
         do = "Give its nodes more devices"
-        raise UsageError(explain("ranks of the cluster", got=cluster.num_devices, expected="two or more", do=do))
+        raise UsageError("ranks of the cluster", got=cluster.num_devices, expected="two or more", do=do)
     return cluster, False
 
 
@@ -109,7 +109,7 @@ def whole_blocks(sizes: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
     grain = ELEMENT_BYTES * num_ranks
     if min(sizes) < grain:
         expected = f"an element of {ELEMENT_BYTES} bytes for each of {num_ranks} ranks"
-        raise UsageError(explain("--sizes", got=min(sizes), expected=expected, do="Give a larger size"))
+        raise UsageError("--sizes", got=min(sizes), expected=expected, do="Give a larger size")
     return tuple(dict.fromkeys(size - size % grain for size in sizes))
 
 
@@ -126,7 +126,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
                 f"a positive multiple of {ELEMENT_BYTES} bytes (float32), at most "
                 f"{units.format_bytes(MAX_MESSAGE_BYTES)}"
             )
-            raise UsageError(explain("--sizes", got=size, expected=expected, do="Write it like 1MB,25MB"))
+            raise UsageError("--sizes", got=size, expected=expected, do="Write it like 1MB,25MB")
     return tuple(dict.fromkeys(sizes))
 
 
@@ -142,7 +142,7 @@ def parse_systems(text: str) -> tuple[str, ...]:
             close = difflib.get_close_matches(name, SYSTEMS, n=1)
             do = f"Did you mean {close[0]}?" if close else "Name some of them"
             expected = f"{', '.join(SYSTEMS)}, separated by commas"
-            raise UsageError(explain("--systems", got=name, expected=expected, do=do))
+            raise UsageError("--systems", got=name, expected=expected, do=do)
     return tuple(dict.fromkeys(names))
 
 
@@ -162,5 +162,5 @@ def check_count(option: str, count: int, minimum: int) -> int:
         UsageError: It is too small.
     """
     if count < minimum:
-        raise UsageError(explain(option, got=count, expected=f"{minimum} or more", do="Give a larger number"))
+        raise UsageError(option, got=count, expected=f"{minimum} or more", do="Give a larger number")
     return count

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ringweave import cost, lab, planning, schedules
-from ringweave.cli.progress import ProgressPrinter
-from ringweave.errors import LaunchError, PeerError, explain
+from ringweave.cli.echo import ProgressPrinter
+from ringweave.errors import LaunchError, PeerError
 from ringweave.launcher import processes
 from ringweave.units import format_bytes
 from ringweave_bench import benchmark_request, link_rates, machine_description, results, rounds, systems
@@ -132,7 +132,7 @@ def _available_systems(names: Sequence[str]) -> tuple[list[str], list[str]]:
     here = [name for name in names if not problems[name]]
     if not here:
         said = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-        raise LaunchError(explain("systems that can run here", got=[], expected="at least one", do=said))
+        raise LaunchError("systems that can run here", got=[], expected="at least one", do=said)
     return here, [f"{name} is left out: {problem}" for name, problem in problems.items() if problem]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringweave.cli.progress import ProgressPrinter
+from ringweave.cli.echo import ProgressPrinter
 from ringweave.errors import LaunchError, PeerError
 from ringweave.units import format_bytes
 from ringweave_bench import rounds

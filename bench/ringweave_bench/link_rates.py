@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
 
-from ringweave.errors import LaunchError, explain
+from ringweave.errors import LaunchError
 from ringweave.topology import CORE, Cluster
 from ringweave_bench.bench_cluster import BenchCluster
 from ringweave_bench.systems import PROGRAMS_FOLDER
@@ -273,11 +273,9 @@ def _read_line(process: subprocess.Popen[str], stream: TcpStream) -> str:
     line = process.stdout.readline()
     if not line:
         raise LaunchError(
-            explain(
-                "measuring a link",
-                got=f"no stream from {stream.src} to {stream.dst}",
-                expected="bytes to arrive",
-                do="See whether the nodes reach each other: ringweave lab exec",
-            )
+            "measuring a link",
+            got=f"no stream from {stream.src} to {stream.dst}",
+            expected="bytes to arrive",
+            do="See whether the nodes reach each other: ringweave lab exec",
         )
     return line

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.plots import figures
 
 Event = dict[str, Any]
@@ -50,7 +50,7 @@ def read_history(events: Sequence[Event]) -> PipelineHistory:
     if not windows:
         do = "Let a pipeline adapt: `ringweave.pipeline.adapting.adapt(pipeline, make_optimizer)`"
         expected = "events of kind pipeline_measured"
-        raise UsageError(explain("events of a pipeline", got="none", expected=expected, do=do))
+        raise UsageError("events of a pipeline", got="none", expected=expected, do=do)
     moves = [event for event in events if event["kind"] == "blocks_moved"]
     edges = [windows[0]["first_step"], *(event["at_step"] for event in moves), windows[-1]["end_step"]]
     splits = [tuple(event["before"]) for event in moves[:1]] + [tuple(event["after"]) for event in moves]

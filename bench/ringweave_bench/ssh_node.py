@@ -19,7 +19,7 @@ from typing import Any
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from ringweave.errors import LabError, explain
+from ringweave.errors import LabError
 from ringweave.lab import Lab, lab_processes, lab_state
 from ringweave_bench.chaos import clock_shift
 
@@ -313,12 +313,10 @@ class SshNode:
         while SSH_PORT not in self.listening_ports():
             if self._sshd.poll() is not None or time.monotonic() > deadline:
                 raise LabError(
-                    explain(
-                        f"sshd of node {self.name}",
-                        got="".join(self.sshd_log().splitlines()[-1:]),
-                        expected=f"it listens on port {SSH_PORT}",
-                        do="See its log",
-                    )
+                    f"sshd of node {self.name}",
+                    got="".join(self.sshd_log().splitlines()[-1:]),
+                    expected=f"it listens on port {SSH_PORT}",
+                    do="See its log",
                 )
             time.sleep(0.005)
 

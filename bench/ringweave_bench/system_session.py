@@ -152,12 +152,10 @@ class SystemSession:
             if hello.network != networks[node]:
                 elsewhere = next((name for name, number in networks.items() if number == hello.network), "no node")
                 raise LaunchError(
-                    explain(
-                        f"node of rank {hello.rank} of {self.system.name}",
-                        got=elsewhere,
-                        expected=f"{node}, where the other systems have it",
-                        do="Measure nothing: the library places ranks in another way",
-                    )
+                    f"node of rank {hello.rank} of {self.system.name}",
+                    got=elsewhere,
+                    expected=f"{node}, where the other systems have it",
+                    do="Measure nothing: the library places ranks in another way",
                 )
 
     def _failure_text(self, what: str, reason: str) -> str:
@@ -296,11 +294,9 @@ def _namespace_number(bench_cluster: BenchCluster, node: str) -> int:
     number = done.stdout.strip().removeprefix("net:[").removesuffix("]")
     if not number.isdigit():
         raise LaunchError(
-            explain(
-                f"network of node {node}",
-                got=(done.stdout + done.stderr).strip(),
-                expected="the number of a namespace",
-                do="See whether the lab is up: ringweave lab status",
-            )
+            f"network of node {node}",
+            got=(done.stdout + done.stderr).strip(),
+            expected="the number of a namespace",
+            do="See whether the lab is up: ringweave lab status",
         )
     return int(number)

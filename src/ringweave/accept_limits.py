@@ -34,7 +34,6 @@ class AcceptLimits:
     """Limits of one listener. A job's own processes connect at once when it starts, then rarely."""
 
     max_pending: int = 128
-    """Pending connections in all."""
     max_pending_per_source: int = 64
     """Pending connections of one address."""
     deadline_s: float = 10.0
@@ -88,7 +87,6 @@ class ConnectionLimiter:
 
     @property
     def num_pending(self) -> int:
-        """Number of pending connections."""
         return len(self._pending)
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringweave.errors import UsageError, explain, shorten
+from ringweave.errors import UsageError, shorten
 from ringweave.ports import PortRange, parse_ports
 
 CLUSTER = "RINGWEAVE_CLUSTER"
@@ -181,7 +181,7 @@ def ports_of_environ(environ: Mapping[str, str]) -> PortRange | None:
 def _parse_encrypt(environ: Mapping[str, str]) -> bool:
     value = environ.get(ENCRYPT) or "off"
     if value not in ("on", "off"):
-        raise UsageError(explain(ENCRYPT, got=value, expected="on or off", do="Correct or unset it"))
+        raise UsageError(ENCRYPT, got=value, expected="on or off", do="Correct or unset it")
     return value == "on"
 
 
@@ -193,7 +193,7 @@ def forks_workers(environ: Mapping[str, str]) -> bool:
     """
     value = environ.get(START_METHOD) or _FORK
     if value not in (_FORK, _SPAWN):
-        raise UsageError(explain(START_METHOD, got=value, expected=f"{_FORK} or {_SPAWN}", do="Correct or unset it"))
+        raise UsageError(START_METHOD, got=value, expected=f"{_FORK} or {_SPAWN}", do="Correct or unset it")
     return value == _FORK
 
 
@@ -204,9 +204,7 @@ def check_wire(wire: str, *, where: str) -> str:
         UsageError: They cannot.
     """
     if wire not in WIRES:
-        raise UsageError(
-            explain("wire format", got=wire, expected=f"one of {', '.join(WIRES)}", do="Correct it", where=where)
-        )
+        raise UsageError("wire format", got=wire, expected=f"one of {', '.join(WIRES)}", do="Correct it", where=where)
     return wire
 
 
@@ -225,9 +223,7 @@ def check_max_loss_increase(text: str | None, *, where: str) -> str | None:
 
 def _check_device_path(value: str) -> str:
     if value not in DEVICE_PATHS:
-        raise UsageError(
-            explain(DEVICE_PATH, got=value, expected=f"one of {', '.join(DEVICE_PATHS)}", do="Correct or unset it")
-        )
+        raise UsageError(DEVICE_PATH, got=value, expected=f"one of {', '.join(DEVICE_PATHS)}", do="Correct or unset it")
     return value
 
 
@@ -250,7 +246,7 @@ def cpu_quota_of_environ(environ: Mapping[str, str]) -> float | None:
         if 0 < float(text) < math.inf:
             return float(text)
     do = "Unset it: a lab sets it itself"
-    raise UsageError(explain(CPU_QUOTA, got=shorten(text), expected="a positive number of processors", do=do))
+    raise UsageError(CPU_QUOTA, got=shorten(text), expected="a positive number of processors", do=do)
 
 
 def is_same_minor(one: str | None, other: str | None) -> bool:

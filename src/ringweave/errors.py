@@ -38,9 +38,17 @@ from pathlib import Path
 
 
 class RingweaveError(Exception):
-    """Base of every error that ringweave raises on purpose; a command that fails with it ends with `exit_code`."""
+    """Base of every error that ringweave raises on purpose; a command that fails with it ends with `exit_code`.
+
+    It has a text, or the parts that `explain` puts together: `UsageError("--bytes", got="x", expected=..., do=...)`.
+    """
 
     exit_code = 1
+
+    def __init__(
+        self, what: str = "", *, got: object = None, expected: str = "", do: str = "", where: str = ""
+    ) -> None:
+        super().__init__(explain(what, got=got, expected=expected, do=do, where=where) if expected else what)
 
 
 class UsageError(RingweaveError):
@@ -172,9 +180,7 @@ def printable(text: str, *, keeps: str = "") -> str:
     Control characters, line ends, escape sequences, marks of the writing direction: with them a name, an event or a
     line of a log could move the cursor, recolour the screen or look like a line of ours.
 
-    Args:
-        text: Any text.
-        keeps: Characters that stay as they are, such as line ends of a text of several lines.
+    `keeps`: characters that stay as they are, such as line ends of a text of several lines.
     """
     if text.isprintable():
         return text
@@ -228,7 +234,7 @@ def from_system(error: BaseException) -> RingweaveError | None:
         case _:
             return None
     what = f"use of {' and '.join(map(_file_text, named))}" if named else "operation of this machine"
-    return RingweaveError(explain(what, got=got, expected="no error", do=do, where=_place_of(error)))
+    return RingweaveError(what, got=got, expected="no error", do=do, where=_place_of(error))
 
 
 def _file_text(name: str | bytes) -> str:

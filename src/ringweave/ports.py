@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringweave import relayed_address
-from ringweave.errors import LaunchError, UsageError, explain
+from ringweave.errors import LaunchError, UsageError
 
 KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """Range from which the kernel takes ports that nobody has chosen, in a network namespace."""
@@ -64,7 +64,7 @@ def parse_ports(text: str, *, where: str) -> PortRange:
     if found is None or not _LOWEST <= found.low <= found.high <= _HIGHEST:
         do = "Write the first and the last port: 29500-29599"
         expected = f"FIRST-LAST, from {_LOWEST} to {_HIGHEST}"
-        raise UsageError(explain("ports", got=text, expected=expected, do=do, where=where))
+        raise UsageError("ports", got=text, expected=expected, do=do, where=where)
     return found
 
 
@@ -88,7 +88,7 @@ def check_size(ports: PortRange, needed: int, machine: str) -> None:
     if len(ports) < needed:
         do = f"Give a wider range, such as {ports.low}-{min(_HIGHEST, ports.low + needed + 20)}"
         expected = f"at least {needed} for {machine}, and {LISTENERS_PER_WORKER} more a worker for each further group"
-        raise UsageError(explain("--ports", got=f"{ports}, {len(ports)} ports", expected=expected, do=do))
+        raise UsageError("--ports", got=f"{ports}, {len(ports)} ports", expected=expected, do=do)
 
 
 def create_server(address: str, ports: PortRange | None, *, backlog: int) -> socket.socket:
@@ -132,7 +132,7 @@ def all_taken_error(ports: PortRange, address: str) -> LaunchError:
     """Return the error of a range without a free port."""
     do = "Give a wider range with --ports, or end what listens there: ss -ltn"
     what = f"ports {ports} at {address}"
-    return LaunchError(explain(what, got="all taken", expected="a free one", do=do, where="RINGWEAVE_PORTS"))
+    return LaunchError(what, got="all taken", expected="a free one", do=do, where="RINGWEAVE_PORTS")
 
 
 def kernel_ports() -> PortRange:

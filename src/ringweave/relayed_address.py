@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from ringweave.errors import LaunchError, explain, shorten
+from ringweave.errors import LaunchError, shorten
 
 NETWORK = ipaddress.IPv4Network("127.64.0.0/10")
 """Part of the loopback network from which these addresses are drawn; every user may listen there."""
@@ -108,7 +108,7 @@ def announce_listeners(address: str) -> frozenset[int]:
                 continue
             do = "See the service.log of the run on this host; its host service starts the relay"
             what, got = f"relay of this host, {address}", str(error) or type(error).__name__
-            raise LaunchError(explain(what, got=got, expected="an answer", do=do)) from error
+            raise LaunchError(what, got=got, expected="an answer", do=do) from error
 
 
 def _ask_relay(address: str) -> frozenset[int]:
@@ -151,4 +151,4 @@ def taken_error(address: str, *ports: int) -> LaunchError:
     """Return the error of a host whose ports are taken on another one."""
     named = "ports" if not ports else f"port {', '.join(map(str, sorted(ports)))}"
     do = "End programs that listen at all addresses of the other hosts: ss -ltn"
-    return LaunchError(explain(f"{named} of {address}", got="taken on another host", expected="free ones", do=do))
+    return LaunchError(f"{named} of {address}", got="taken on another host", expected="free ones", do=do)

@@ -101,7 +101,7 @@ def parse_percent(text: str, what: str, *, where: str = "") -> float:
     fraction = Decimal(text[:-1]) / 100 if is_valid else Decimal(0)
     if not 0 < fraction <= 1:
         expected = "a number above 0 and up to 100 with a percent sign"
-        raise UsageError(explain(what, got=text, expected=expected, do="Write it like 0.5%", where=where))
+        raise UsageError(what, got=text, expected=expected, do="Write it like 0.5%", where=where)
     return float(fraction)
 
 

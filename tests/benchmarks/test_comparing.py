@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ringweave import topology
-from ringweave.cli.progress import ProgressPrinter
+from ringweave.cli.echo import ProgressPrinter
 from ringweave.errors import CommunicationError, LaunchError, PeerError
 from ringweave_bench import comparison, knob_search, machine_description
 from ringweave_bench.bench_cluster import LocalBenchCluster

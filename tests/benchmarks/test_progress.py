@@ -1,6 +1,6 @@
 import io
 
-from ringweave.cli.progress import ProgressPrinter
+from ringweave.cli.echo import ProgressPrinter
 
 
 def test_rounds_are_told_now_and_then_with_the_time_left() -> None:

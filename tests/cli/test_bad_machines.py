@@ -85,6 +85,9 @@ elif condition == "no registry at all":
         file.write(b"not a database, and longer than a header of SQLite is, which has a hundred bytes" * 40)
 elif condition == "full output":
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+elif condition == "closed output":
+    os.close(1)
+    sys.stdout = None
 elif condition == "broken pipe":
     reader, writer = os.pipe()
     os.close(reader)
@@ -109,7 +112,15 @@ main._is_output_written()
 @pytest.mark.parametrize(
     "condition",
     [
-        *("full disk", "full output", "broken pipe", "read-only folder", "few descriptors", "no descriptors"),
+        *(
+            "full disk",
+            "full output",
+            "broken pipe",
+            "closed output",
+            "read-only folder",
+            "few descriptors",
+            "no descriptors",
+        ),
         *("locked registry", "damaged registry", "no registry at all"),
     ],
 )

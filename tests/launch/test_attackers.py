@@ -35,13 +35,14 @@ WORK = """
         group = dist.new_group(backend="gloo")  # meets in the store and in Gloo
         dist.barrier(group)
         dist.destroy_process_group(group)
-        time.sleep(0.1)
+        time.sleep(0.5)
         go_on = torch.tensor([0.0 if (folder / "stop").exists() else 1.0])
         dist.broadcast(go_on, 0)
     print("right", flush=True)
 """
 ATTACK = """
 import datetime, json, socket, sys
+from concurrent.futures import ThreadPoolExecutor
 import torch.distributed as dist
 store, ports, pickled = json.loads(sys.argv[1]), json.loads(sys.argv[2]), bytes.fromhex(sys.argv[3])
 def take_place():
@@ -59,7 +60,8 @@ def feed(port):
             return sock.recv(64).hex()
     except OSError as error:
         return type(error).__name__
-print(json.dumps({"store": take_place(), "answers": [feed(tuple(port)) for port in ports]}))
+with ThreadPoolExecutor(len(ports)) as threads:
+    print(json.dumps({"store": take_place(), "answers": list(threads.map(lambda port: feed(tuple(port)), ports))}))
 """
 
 

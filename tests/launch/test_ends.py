@@ -2,9 +2,12 @@
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
+
+from ringweave.launcher import guard
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -169,3 +172,16 @@ def test_no_port_is_left(start, script, all_gone) -> None:
     run.process.send_signal(signal.SIGTERM)
     assert run.wait_ended() == 1
     assert f":{port:04X} 00000000:0000 0A" not in Path("/proc/net/tcp").read_text()
+
+
+def test_a_guard_forgets_sessions_of_which_no_process_is_left() -> None:
+    """The kernel may give their numbers to other programs, in the weeks until the launcher is killed."""
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as alive:
+        ended = subprocess.Popen(["true"], start_new_session=True)
+        ended.wait()
+        words = [f"{alive.pid}\n", f"{ended.pid}\n", f"-{ended.pid}\n", f"-{alive.pid}\n"]
+        assert guard.read_sessions(words) == {alive.pid}, (
+            "a child of a worker that has ended may be left in its session"
+        )
+        assert guard.read_sessions([*words, "done"]) == set()
+        alive.kill()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from ringweave import environment
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.files.problems import suggest_closest
 from ringweave.lab import Lab
 from ringweave.launcher import bootstrap
@@ -35,7 +35,7 @@ def check_system(name: str) -> None:
     """
     if name not in JOB_SYSTEMS:
         do = suggest_closest(name, JOB_SYSTEMS) or "torchrun and torchft are there to compare with"
-        raise UsageError(explain("--system", got=name, expected=", ".join(JOB_SYSTEMS), do=do))
+        raise UsageError("--system", got=name, expected=", ".join(JOB_SYSTEMS), do=do)
 
 
 class ChaosJob:

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ringweave.errors import LabError, explain
+from ringweave.errors import LabError
 from ringweave.lab import Lab
 from ringweave_bench.chaos import fault_script
 from ringweave_bench.chaos.fault_script import Fault
@@ -57,7 +57,7 @@ def compile_library(folder: Path) -> Path:
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         do = "Install a C compiler, or leave clock out"
-        raise LabError(explain("clocks that jump", got=said, expected="a C compiler called cc", do=do)) from error
+        raise LabError("clocks that jump", got=said, expected="a C compiler called cc", do=do) from error
     return library
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from ringweave import units
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.files.problems import suggest_closest
 
 KILL, PAUSE, CUT, SLOW, CLOCK, FILL = "kill", "pause", "cut", "slow", "clock", "fill"
@@ -135,7 +135,7 @@ def check_known_names(what: str, names: Iterable[str], known: Sequence[str]) -> 
     for name in names:
         if name not in known:
             do = suggest_closest(name, known) or "See docs/how-to/inject-faults.md"
-            raise UsageError(explain(what, got=name, expected=", ".join(known), do=do))
+            raise UsageError(what, got=name, expected=", ".join(known), do=do)
 
 
 def _plain_number(number: float) -> str:
@@ -150,13 +150,11 @@ def _parse_line(content: str, where: str) -> Fault:
         do = suggest_closest(kind, KINDS) if kind and kind not in KINDS else "See docs/how-to/inject-faults.md"
         example = '"at 20s pause worker 2 for 30s"'
         raise UsageError(
-            explain(
-                "fault",
-                got=content,
-                expected=f"a line like {example}",
-                do=do or "See docs/how-to/inject-faults.md",
-                where=where,
-            )
+            "fault",
+            got=content,
+            expected=f"a line like {example}",
+            do=do or "See docs/how-to/inject-faults.md",
+            where=where,
         )
     return Fault(
         at_s=float(found["at"]),
@@ -204,7 +202,7 @@ def _check_target(fault: Fault, targets: FaultTargets, where: str) -> None:
         what = "worker" if fault.kind in (KILL, PAUSE) else "link" if fault.kind == SLOW else "node"
         do = suggest_closest(fault.target, known_targets) or "Name one of the cluster"
         expected = f"one of {', '.join(known_targets[:8])}{', ...' if len(known_targets) > 8 else ''}"
-        raise UsageError(explain(f"{what} of a fault", got=fault.target, expected=expected, do=do, where=where))
+        raise UsageError(f"{what} of a fault", got=fault.target, expected=expected, do=do, where=where)
 
 
 MIN_EVERY_S = 0.01
@@ -243,7 +241,7 @@ def draw_faults(
     check_known_names("service to hit", targets.services, SERVICES)
     if not kinds:
         do = "Name some: --random kill,pause"
-        raise UsageError(explain("kinds of faults", got="none", expected=f"some of {', '.join(KINDS)}", do=do))
+        raise UsageError("kinds of faults", got="none", expected=f"some of {', '.join(KINDS)}", do=do)
     for name, seconds in {"every": every_s, "for": until_s, "lasts": lasts_s, "calm": calm_s}.items():
         check_seconds(name, seconds, minimum=_MIN_SECONDS[name])
     rng, found, at_s = random.Random(seed), [], calm_s
@@ -261,7 +259,7 @@ def check_seconds(name: str, seconds: float, *, minimum: float = 0.0) -> None:
     """
     if not minimum <= seconds < math.inf:
         do = "Give a number of seconds"
-        raise UsageError(explain(f"--{name}", got=seconds, expected=f"{minimum:g} or more seconds", do=do))
+        raise UsageError(f"--{name}", got=seconds, expected=f"{minimum:g} or more seconds", do=do)
 
 
 def draw_moment(rng: random.Random, moments: Sequence[str], num_buckets: int) -> str:

@@ -10,7 +10,7 @@ from ringweave import units
 from ringweave.cli.echo import echo
 from ringweave.cost import architectures
 from ringweave.cost.architectures import ArchitectureSetting, Crossover, FastestRange
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 
 _FIGURE_NAMES = ("latency", "workers")
 _WORKER_RANGE = (4, 64)
@@ -71,10 +71,10 @@ def _check_arguments(architecture: str | None, figure: str | None, picture: str 
     if (architecture is None) == (figure is None):
         got = "neither" if figure is None else "both"
         expected = "either --architecture or --figure"
-        raise UsageError(explain("what to predict", got=got, expected=expected, do="Give one of the two"))
+        raise UsageError("what to predict", got=got, expected=expected, do="Give one of the two")
     if picture is not None and figure is None:
         do = "Add --figure latency or --figure workers"
-        raise UsageError(explain("--picture", got=picture, expected="a figure to draw", do=do))
+        raise UsageError("--picture", got=picture, expected="a figure to draw", do=do)
 
 
 def _predict_time(name: str, setting: ArchitectureSetting) -> tuple[dict[str, Any], list[str]]:
@@ -99,15 +99,15 @@ def _predict_time(name: str, setting: ArchitectureSetting) -> tuple[dict[str, An
 
 
 def _draw_figure(figure: str, setting: ArchitectureSetting, picture: str) -> tuple[dict[str, Any], list[str]]:
-    from ringweave.plots import architecture_curves, figures
+    from ringweave.plots import charts, figures
 
     path = figures.check_picture_path(picture)
     if figure == "latency":
-        architecture_curves.draw_over_latency(setting, path)
+        charts.draw_over_latency(setting, path)
         parts = {"": _crossovers_over_latency(setting)}
     else:
         sweeps = _worker_sweeps(setting)
-        architecture_curves.draw_over_workers(sweeps, path)
+        charts.draw_over_workers(sweeps, path)
         parts = {sweep.title: _crossovers_over_workers(sweep.settings) for sweep in sweeps}
     document: dict[str, Any] = {"figure": figure, "picture": str(path), **_setting_document(setting), "parts": []}
     lines = [
@@ -146,7 +146,7 @@ def _crossovers_over_workers(
 
 def _worker_sweeps(setting: ArchitectureSetting) -> list[Any]:
     """Return settings for N from 4 to 64 (or twice the setting's), with equal ring sizes and with equal ring counts."""
-    from ringweave.plots.architecture_curves import WorkerSweep
+    from ringweave.plots.charts import WorkerSweep
 
     most = max(_WORKER_RANGE[1], 2 * setting.num_workers)
     ring_size = max(1, round(setting.ring_size))

@@ -38,7 +38,7 @@ def command(path: str | None, nic_name: str | None, target: str | None, probe: b
     together = _is_job(os.environ) and path is None
     if probe and not together:
         do = "Start it on all workers: ringweave run, lab run or torchrun ... -m ringweave discover --probe"
-        raise UsageError(errors.explain("--probe", got="this machine alone", expected="several workers", do=do))
+        raise UsageError("--probe", got="this machine alone", expected="several workers", do=do)
     if not together or os.environ["RANK"] == "0":
         file_io.check_writable("--write", target)
     whole = discovery.read_file(Path(path)) if path else discovery.observe()
@@ -67,7 +67,6 @@ def _print_result(machine: Machine, leadership: LeaderChoice, cluster: Cluster |
 
 
 def _single_node_cluster(machine: Machine, leadership: LeaderChoice, is_given: bool) -> Cluster:
-    """Return the cluster of this machine alone."""
     node = discovery.machine_to_node(machine, leadership, is_given=is_given)
     _write_notes(discovery.assumed_rate_remarks(machine, node))
     return discovery.merge_nodes([node], name=node.name[:63])
@@ -104,7 +103,7 @@ def _parse_host_report(text: str, rank: int) -> dict[str, Any]:
     except ValueError as cause:
         got = str(cause)
     expected, do = "the report of discover", "Run the same ringweave on all ranks"
-    raise RingweaveError(errors.explain("host of a worker", got=got, expected=expected, do=do, where=f"rank {rank}"))
+    raise RingweaveError("host of a worker", got=got, expected=expected, do=do, where=f"rank {rank}")
 
 
 def _cluster_of_all_ranks(host_report: Mapping[str, object], probe: bool) -> Cluster | None:
@@ -115,12 +114,10 @@ def _cluster_of_all_ranks(host_report: Mapping[str, object], probe: bool) -> Clu
         lookup = importlib.import_module("ringweave.comm.probing.lookup")
     except ImportError as cause:
         raise RingweaveError(
-            errors.explain(
-                "discovery by all workers",
-                got=f"{cause}",
-                expected="torch, through which the workers exchange their reports",
-                do="Install ringweave[train], or run discover on each machine alone",
-            )
+            "discovery by all workers",
+            got=f"{cause}",
+            expected="torch, through which the workers exchange their reports",
+            do="Install ringweave[train], or run discover on each machine alone",
         ) from cause
     store, rank, world_size = peer_data.connect_store(os.environ)
     network = lookup.measure_job_network(store, rank, world_size) if probe else None

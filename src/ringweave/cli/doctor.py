@@ -24,7 +24,7 @@ import click
 from ringweave import environment
 from ringweave.cli import torch_trial
 from ringweave.cli.echo import echo
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.files import file_io, rotation
 
 CheckState = Literal["ok", "missing", "broken"]
@@ -391,7 +391,7 @@ def command(as_json: bool, hosts: str | None, python: str | None, install: bool,
     if python is not None or install:
         do = "Add --hosts, or leave it out"
         name = "--install" if install else "--python"
-        raise UsageError(explain(name, got="no --hosts", expected="hosts to check", do=do))
+        raise UsageError(name, got="no --hosts", expected="hosts to check", do=do)
     findings = diagnose(_run_checks())
     echo(json.dumps(findings_document(findings)) if as_json else findings_table(findings), nl=as_json)
     return 0 if is_fit_for_training(findings) else 1
@@ -447,7 +447,7 @@ def find_ports(run_dir: Path) -> list[ListeningPort]:
     root = run_dir.absolute()
     if not rotation.exists(root / "events.jsonl"):
         do = "Give the folder that ringweave run named at its start"
-        raise UsageError(explain("run", got=str(run_dir), expected="a folder with events.jsonl", do=do))
+        raise UsageError("run", got=str(run_dir), expected="a folder with events.jsonl", do=do)
     events = telemetry.read_last_attempt(root / "events.jsonl")
     ranks = {each["pid"]: f"rank {each['rank']}" for each in events if each["kind"] == "worker_started"}
     ports: list[ListeningPort] = []

@@ -9,7 +9,7 @@ import click
 
 from ringweave.cli import job_options
 from ringweave.cli.echo import echo
-from ringweave.errors import UsageError, explain, printable
+from ringweave.errors import UsageError, printable
 from ringweave.page.run_source import JobReader
 from ringweave.telemetry import Event, exporters
 from ringweave.telemetry.exporters import Exporter
@@ -103,7 +103,7 @@ def command(  # noqa: PLR0913, PLR0917 - one for each option
     made = [make for (_, value), make in makers.items() if value is not None]
     if not made:
         do = "Name one or more, such as --prometheus 9471"
-        raise UsageError(explain("exporters", got="none", expected="at least one", do=do, where="ringweave export"))
+        raise UsageError("exporters", got="none", expected="at least one", do=do, where="ringweave export")
     with _opened(made) as targets:
         follow_run(reader, metrics, targets)
         while keep_serving and prometheus is not None:

@@ -1,22 +1,77 @@
-"""Options that all verbs on jobs share (`--on`, `-o`, `--json`), how they print an answer, and following of a job."""
+"""Options that verbs on jobs share (`--on`, `-o`, `--json`), how they print an answer, and following of a job.
+
+And the options of workers, which a job shares with a run.
+"""
 
 import functools
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from ringweave.cli.echo import echo
+from ringweave.environment import WIRES
 from ringweave.errors import LaunchError, RingweaveError, UnknownJobError, printable
 from ringweave.files import yaml_files
+from ringweave.jobs import worker_options
 from ringweave.platforms import registry
 from ringweave.platforms.api import JobView, LogLine, LogQuery, Platform
 from ringweave.platforms.registry import FOUND_PLATFORMS, HOSTS, LOCAL, RUNS, QualifiedPlatform, with_platform_option
+
+WORKER_OPTIONS = (
+    click.option("--schedule", metavar="NAME", help="Use this schedule for allreduces from 64 KiB up."),
+    click.option(
+        "--tuning/--no-tuning",
+        default=None,
+        help="Try the best schedules and follow the network's rates, or keep the first plan: then the same bits result "
+        "from run to run. Default: among several nodes.",
+    ),
+    click.option(
+        "--mode",
+        metavar="NAME",
+        help="Training mode of scripts with ringweave.prepare: auto, sync, balanced, ps-hra, ps or local.",
+    ),
+    click.option(
+        "--wire",
+        type=click.Choice(WIRES),
+        help="Format of gradients on the links that bind: exact (default), bf16, int8, int4, or auto, which takes bf16 "
+        "or int8 where the forecast gains 10 % or more. Of tensors between the stages of a pipeline: bf16 or int8.",
+    ),
+    click.option(
+        "--max-loss-increase",
+        metavar="PERCENT",
+        help="Loss at equal samples, such as 0.5%, that mode auto and --wire auto may give up for speed, by a measured "
+        "table: they may take wire formats and mode local. Default: nothing that costs loss but ps-hra.",
+    ),
+    click.option(
+        "--leader-per-nic",
+        is_flag=True,
+        default=None,
+        help="Plan with a leader for each NIC of a node, not one for all.",
+    ),
+    click.option(
+        "--replace-backend", is_flag=True, default=None, help='Let a script\'s "gloo" or "nccl" be ringweave too.'
+    ),
+    click.option(
+        "--order", metavar="ORDER", help="Order of ranks on devices: block (default), round-robin or shuffled[:SEED]."
+    ),
+    click.option(
+        "--encrypt",
+        type=click.Choice(worker_options.ENCRYPT_CHOICES),
+        help="Encrypt what travels between nodes: on, off, or auto (default): between hosts, not in a lab.",
+    ),
+)
+"""Options of runs and jobs; None if not given: the default of `WorkerOptions` holds, or the key of the job file."""
+
+
+def with_options(options: Iterable[Callable[..., Any]], command: Callable[..., int]) -> Callable[..., int]:
+    """Give a command these options, in this order."""
+    return functools.reduce(lambda inner, option: option(inner), reversed(tuple(options)), command)
 
 
 def answer_options(
@@ -150,11 +205,7 @@ def follow_job(
 
     Ctrl-C ends the output, not the job.
 
-    Args:
-        name: Name of the job.
-        platform: Value of `--on`.
-        open_service: Opens the platform; states and logs use one object each.
-        sleep: Waits between two polls.
+    `platform`: value of `--on`.
     """
     printer = threading.Thread(target=_print_job_logs, args=(open_service(), name), daemon=True)
     last_shown = None

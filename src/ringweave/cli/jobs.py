@@ -12,7 +12,7 @@ from ringweave import units
 from ringweave.cli import job_options
 from ringweave.cli.echo import echo
 from ringweave.cli.job_options import format_log_line, wait_until_gone, watch_job
-from ringweave.errors import UsageError, explain, printable
+from ringweave.errors import UsageError, printable
 from ringweave.platforms import api
 from ringweave.platforms.api import EventView, JobView, LogQuery, NodeView
 from ringweave.telemetry import verdict
@@ -266,7 +266,7 @@ def new_events(views: Iterable[JobView]) -> Iterator[EventView]:
 def _refuse_format(output: str, *, is_endless: bool) -> None:
     if is_endless and output != "table":
         do = "Leave out one of the two"
-        raise UsageError(explain("-o", got=output, expected="table with --follow, which never ends", do=do))
+        raise UsageError("-o", got=output, expected="table with --follow, which never ends", do=do)
 
 
 def _echo_text(text: str) -> int:

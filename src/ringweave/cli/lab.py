@@ -13,7 +13,7 @@ from ringweave import lab, topology, units
 from ringweave.cli import run as cli_run
 from ringweave.cli.echo import echo
 from ringweave.cli.run import PROGRAM_CONTEXT_SETTINGS, ProgramCommand, run_here
-from ringweave.errors import LabError, UsageError, explain
+from ringweave.errors import LabError, UsageError
 from ringweave.lab import Lab, cpu_quotas, user_namespace
 from ringweave.lab import lab as lab_lab
 from ringweave.launcher import workers
@@ -244,15 +244,11 @@ def _link_directions(link: str) -> list[str]:
 
 
 def _only_lab(names: list[str]) -> str:
-    """Return the only lab that is up.
-
-    Raises:
-        UsageError: No lab is up, or more than one.
-    """
+    """Return the only lab that is up."""
     if len(names) == 1:
         return names[0]
     do = "Name it: --lab NAME" if names else "Bring one up first: ringweave lab up CLUSTER"
-    raise UsageError(explain("labs", got=", ".join(names) or "none", expected="one that is up", do=do))
+    raise UsageError("labs", got=", ".join(names) or "none", expected="one that is up", do=do)
 
 
 def _refuse_lab_command(name: str, node: str) -> int:

@@ -30,7 +30,6 @@ class Verb:
     module: str
     """Module in `ringweave.cli`."""
     command: str = "command"
-    """Name of the command there."""
     help: str
     """One line for the list of verbs."""
 
@@ -155,6 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run_command_line(argv: list[str]) -> int:
     """Run the command line; return the exit code. Unexpected errors, which are bugs of ours, keep their traceback."""
+    _open_closed_streams()
     try:
         return ringweave_group.main(argv, prog_name="ringweave", standalone_mode=False) or 0
     except click.exceptions.NoArgsIsHelpError as error:
@@ -169,6 +169,13 @@ def run_command_line(argv: list[str]) -> int:
         if known is None:
             raise
         return _print_error(str(known), known.exit_code, argv)
+
+
+def _open_closed_streams() -> None:
+    """Give a process that was started without standard streams empty ones: else a socket may get their descriptors."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
 
 
 def _is_output_written() -> bool:

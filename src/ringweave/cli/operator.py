@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ringweave.errors import LaunchError, explain
+from ringweave.errors import LaunchError
 
 
 @click.command()
@@ -90,7 +90,7 @@ def command(**given: Any) -> int:
         from ringweave.platforms.kubernetes import operator
     except ModuleNotFoundError as error:
         do = "Install it with pip install 'ringweave[kubernetes]'"
-        raise LaunchError(explain("operator", got=f"no {error.name}", expected="aiohttp", do=do)) from error
+        raise LaunchError("operator", got=f"no {error.name}", expected="aiohttp", do=do) from error
     logging.basicConfig(level=logging.INFO if given["verbose"] else logging.WARNING, format="%(asctime)s %(message)s")
     identity = str(given["identity"] or f"{socket.gethostname()}-{secrets.token_hex(4)}")
     settings = operator.operator_settings(given, identity=identity)

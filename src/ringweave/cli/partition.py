@@ -7,7 +7,7 @@ import click
 
 from ringweave.cli.echo import echo
 from ringweave.cli.pipeline_stages import WIRE_RATIOS, check_picture_path
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.planning.partition.problem import PartitionMemory, PartitionProblem
 from ringweave.planning.partition.solve import Partition, solve_partition
 from ringweave.sim import pipeline_schedules
@@ -77,9 +77,9 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     path = check_picture_path(picture)
     found = solve_partition(problem, microbatches)
     if path is not None:
-        from ringweave.plots import partition_chart
+        from ringweave.plots import charts
 
-        partition_chart.draw_partition(found, path)
+        charts.draw_partition(found, path)
     echo(
         json.dumps(_partition_document(found, microbatches))
         if as_json
@@ -99,7 +99,7 @@ def _parse_numbers(option: str, text: str | None) -> tuple[float, ...]:
         except ValueError as error:
             expected = "a number"
             raise UsageError(
-                explain(f"{option}, number {number}", got=part, expected=expected, do="Write numbers between commas")
+                f"{option}, number {number}", got=part, expected=expected, do="Write numbers between commas"
             ) from error
     return tuple(found)
 
@@ -112,7 +112,7 @@ def _parse_memory(
     if limit is None or (state is None and stash is None):
         got = "only --memory" if limit is not None else "no --memory"
         expected = "--memory of devices together with --block-memory or --block-stash"
-        raise UsageError(explain("memory", got=got, expected=expected, do="Give both sides, or neither"))
+        raise UsageError("memory", got=got, expected=expected, do="Give both sides, or neither")
     nothing = (0.0,) * num_blocks
     return PartitionMemory(
         limit=_parse_numbers("--memory", limit),
@@ -136,7 +136,7 @@ def _partition_document(found: Partition, num_microbatches: int | None) -> dict[
 
 
 def _partition_lines(found: Partition, num_microbatches: int | None) -> list[str]:
-    from ringweave.plots import partition_chart
+    from ringweave.plots import charts
 
     lines = [
         f"splits {', '.join(map(str, found.splits)) or 'none'}",
@@ -144,7 +144,7 @@ def _partition_lines(found: Partition, num_microbatches: int | None) -> list[str
     ]
     if num_microbatches is not None:
         lines.append(f"step of {num_microbatches} microbatches {found.predicted_step_s:.6g} s (predicted)")
-    return [*lines, "", *partition_chart.partition_rows(found)]
+    return [*lines, "", *charts.partition_rows(found)]
 
 
 def _bottleneck_owner(found: Partition) -> str:

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from ringweave import topology, units
 from ringweave.cli.echo import echo
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.files import file_io, yaml_files
 from ringweave.files.problems import InputProblem, raise_problems
 from ringweave.files.yaml_files import NOT_EMPTY, FileKind
@@ -81,7 +81,6 @@ class PipelineModel:
 
     blocks: tuple[_Block, ...]
     num_samples: int
-    """Samples of a microbatch."""
     num_microbatches: int
     schedule: str
     wire: str = "exact"
@@ -95,7 +94,7 @@ class PipelineModel:
         """
         if wire not in WIRE_RATIOS:
             expected, do = f"one of {', '.join(WIRE_RATIOS)}", "Name one of these"
-            raise UsageError(explain("--wire of a pipeline", got=wire, expected=expected, do=do))
+            raise UsageError("--wire of a pipeline", got=wire, expected=expected, do=do)
         blocks = tuple(block._replace(output=block.output * WIRE_RATIOS[wire]) for block in self.blocks)
         return replace(self, blocks=blocks, wire=wire)
 
@@ -184,11 +183,7 @@ def refuse_unfit_options(
 ) -> None:
     """Check that options of pipelines and of collectives are not mixed.
 
-    Args:
-        pipeline_path: Value of --pipeline.
-        cluster_path: Value of CLUSTER.
-        own: Names of the parameters that need --pipeline.
-        shared: Names of those that go with both, besides --json; all others are of collectives.
+    `shared`: names of the parameters that go with both, besides --json; all others are of collectives.
 
     Raises:
         UsageError: An option of the other kind was given, or CLUSTER is missing.
@@ -204,13 +199,13 @@ def refuse_unfit_options(
     ]
     if given and pipeline_path is None:
         do = "Add --pipeline FILE, or leave them out"
-        raise UsageError(explain("options of a pipeline", got=given, expected="none without --pipeline", do=do))
+        raise UsageError("options of a pipeline", got=given, expected="none without --pipeline", do=do)
     if given:
         expected, do = "none beside --pipeline", "Leave them out: they are of collectives"
-        raise UsageError(explain("options", got=given, expected=expected, do=do))
+        raise UsageError("options", got=given, expected=expected, do=do)
     if pipeline_path is not None and cluster_path is None:
         do = "Name a cluster file before --pipeline"
-        raise UsageError(explain("CLUSTER", got=None, expected="a cluster file beside --pipeline", do=do))
+        raise UsageError("CLUSTER", got=None, expected="a cluster file beside --pipeline", do=do)
 
 
 def check_picture_path(picture: str | None) -> Path | None:
@@ -250,7 +245,7 @@ def _parse_memory(text: str | None, num_devices: int) -> list[float] | None:
     found = [float(units.parse_bytes(part)) for part in text.split(",")]
     if len(found) not in (1, num_devices):
         expected = f"1 or {num_devices}, as devices"
-        raise UsageError(explain("--memory: how many", got=len(found), expected=expected, do="Give one for each"))
+        raise UsageError("--memory: how many", got=len(found), expected=expected, do="Give one for each")
     return found * (num_devices // len(found))
 
 
@@ -336,14 +331,12 @@ def _given_plan(
     if devices_text is None:
         if splits_text is not None:
             do = "Add --devices, such as 0:4+1:4 2:8"
-            raise UsageError(explain("--splits", got=splits_text, expected="--devices beside it", do=do))
+            raise UsageError("--splits", got=splits_text, expected="--devices beside it", do=do)
         return None
     devices = StageDevices.parse(devices_text)
     if devices.num_devices != load.num_devices:
         expected = f"{load.num_devices}, as in the cluster file"
-        raise UsageError(
-            explain("--devices: how many", got=devices.num_devices, expected=expected, do="Name each once")
-        )
+        raise UsageError("--devices: how many", got=devices.num_devices, expected=expected, do="Name each once")
     placed, at = stage_planner.place_devices(load, devices), conditions.of_stages(devices)
     if splits_text is None:
         splits = solve_partition(placed.problem(at), load.num_microbatches).splits
@@ -352,7 +345,7 @@ def _given_plan(
     if not placed.fits(splits):
         expected = "a block in each stage, within the memory of its devices"
         got = ",".join(map(str, splits))
-        raise UsageError(explain("splits", got=got, expected=expected, do="Move the cuts, or give more --memory"))
+        raise UsageError("splits", got=got, expected=expected, do="Move the cuts, or give more --memory")
     return StagePlan(splits=splits, devices=devices, step_s=placed.step_s(splits, at), workload=placed, conditions=at)
 
 
@@ -360,17 +353,16 @@ def _parse_splits(text: str, count: int) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     if len(parts) != count or not all(part.isdecimal() and len(part) < 6 for part in parts):
         expected, do = f"{count} block numbers, last of each stage but the last", "Write them like 2,5"
-        raise UsageError(explain("--splits", got=text, expected=expected, do=do))
+        raise UsageError("--splits", got=text, expected=expected, do=do)
     return tuple(map(int, parts))
 
 
 def _slow_nodes(faults: Sequence[Fault], nodes: Collection[str]) -> dict[str, float]:
-    """Return factors on the time of nodes."""
     found: dict[str, float] = {}
     for fault in faults:
         if not isinstance(fault, NodeSlowdown) or fault.node not in nodes:
             expected, do = "NODE=2 with a node of the cluster, beside --pipeline", "Name a node that gets slower"
-            raise UsageError(explain("--straggle", got=str(fault), expected=expected, do=do))
+            raise UsageError("--straggle", got=str(fault), expected=expected, do=do)
         found[fault.node] = found.get(fault.node, 1.0) * fault.times
     return found
 

@@ -9,12 +9,10 @@ import click
 
 from ringweave import cost, planning, topology, units
 from ringweave.cli import pipeline_stages
-from ringweave.cli import progress as cli_progress
-from ringweave.cli.echo import echo
-from ringweave.cli.progress import ProgressPrinter
+from ringweave.cli.echo import ProgressPrinter, echo, terminal_progress
 from ringweave.cost import network
 from ringweave.environment import EXACT, WIRES
-from ringweave.errors import RingweaveError, UsageError, explain
+from ringweave.errors import RingweaveError, UsageError
 from ringweave.files import rotation
 from ringweave.launcher.run_dir import RunDir, compare_measured
 from ringweave.planning import Plan, ScheduleChoice
@@ -25,6 +23,13 @@ from ringweave.topology import Cluster, placement
 
 MAX_NAMED_RANKS = 16
 _MAX_LEADER_LINES = 8
+
+
+def measured_rates_line(rates: Mapping[str, float], cluster: Cluster, path: str | None) -> list[str]:
+    """Return one line about rates that were read from a file; none without a file."""
+    if path is None:
+        return []
+    return [f"rates    of {len(rates)} of {len(cluster.links())} links as measured: {path}"]
 
 
 def leader_reasons(cluster: Cluster, plan: Plan) -> list[str]:
@@ -164,7 +169,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     cluster = topology.load(str(cluster_path))
     ranks = [node.name for node in cluster.nodes for _ in node.devices]
     rates = network.load_measured_rates(rates_path, cluster) if rates_path else {}
-    progress = cli_progress.terminal_progress()
+    progress = terminal_progress()
     plan = planning.plan_group(
         cluster, ranks, rates=rates, leader_per_nic=leader_per_nic, kinds=[kind], on_progress=progress.print_if_due
     )
@@ -178,7 +183,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         echo(json.dumps(_plan_document(cluster, plan, message, simulated) | {"measured_rates": rates}))
     else:
         lines = [
-            *cli_progress.measured_rates_line(rates, cluster, rates_path),
+            *measured_rates_line(rates, cluster, rates_path),
             "",
             *_plan_lines(cluster, plan, message),
             *_wire_lines(cluster, plan, message, wire, rates),
@@ -204,7 +209,7 @@ def check_encodable(wire: str, kind: CollectiveKind) -> None:
     """
     if wire != EXACT and kind != "allreduce":
         do = "Leave --wire out: other collectives travel exactly"
-        raise UsageError(explain(f"--wire of {kind}", got=wire, expected=EXACT, do=do))
+        raise UsageError(f"--wire of {kind}", got=wire, expected=EXACT, do=do)
 
 
 def _bytes_on_link(cluster: Cluster, plan: Plan, message: _Message) -> dict[str, float]:
@@ -286,13 +291,13 @@ def _check_arguments(cluster_path: str | None, run_dir: str | None, picture: str
     if (cluster_path is None) == (run_dir is None):
         got = "neither" if run_dir is None else "both"
         expected = "either CLUSTER or --run RUN_DIR"
-        raise UsageError(explain("what to plan", got=got, expected=expected, do="Give one of the two"))
+        raise UsageError("what to plan", got=got, expected=expected, do="Give one of the two")
     if picture is not None and run_dir is not None:
         do = "Draw the plan of its cluster file: ringweave plan RUN_DIR/cluster.yaml --picture FILE"
-        raise UsageError(explain("--picture", got=picture, expected="a CLUSTER to draw", do=do))
+        raise UsageError("--picture", got=picture, expected="a CLUSTER to draw", do=do)
     if rates is not None and run_dir is not None:
         do = "Leave it out: what the run was planned with is in its events"
-        raise UsageError(explain("--rates", got=rates, expected="a CLUSTER to plan for", do=do))
+        raise UsageError("--rates", got=rates, expected="a CLUSTER to plan for", do=do)
 
 
 def _plan_document(
@@ -463,15 +468,13 @@ def print_measured(run_dir: str, *, as_json: bool) -> int:
     if not rotation.exists(directory.events):
         do = "Name the directory of a run, as `ringweave run --run-dir` does"
         expected = f"a directory with {directory.events.name}"
-        raise UsageError(explain("--run", got=run_dir, expected=expected, do=do))
+        raise UsageError("--run", got=run_dir, expected=expected, do=do)
     found = events.read_last_attempt(directory.events)
     rows = compare_measured(found, _load_cluster(directory))
     if not rows:
         do = "Let it run longer, or train with more than the small messages that the native backend takes"
         expected = "at least one schedule_measured event"
-        raise UsageError(
-            explain("measured collectives", got="none", expected=expected, do=do, where=str(directory.events))
-        )
+        raise UsageError("measured collectives", got="none", expected=expected, do=do, where=str(directory.events))
     echo(json.dumps({"run": run_dir, "measured": rows}) if as_json else "\n".join(_measured_table(rows)))
     return 0
 

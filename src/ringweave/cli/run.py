@@ -13,8 +13,9 @@ import click
 
 from ringweave import ports, topology
 from ringweave.cli.echo import echo
-from ringweave.environment import EXACT, LOG_MAX_FILES, LOG_MAX_SIZE, PORTS, WIRES, check_max_loss_increase
-from ringweave.errors import UsageError, explain
+from ringweave.cli.job_options import WORKER_OPTIONS, with_options
+from ringweave.environment import LOG_MAX_FILES, LOG_MAX_SIZE, PORTS, check_max_loss_increase
+from ringweave.errors import UsageError
 from ringweave.files.rotation import DEFAULT_LIMITS, LogLimits
 from ringweave.jobs import modes, worker_options
 from ringweave.jobs.request import MAX_SPARES
@@ -66,14 +67,7 @@ def run_program_options(command: Callable[..., int]) -> Callable[..., int]:
         options = RunOptions(
             program=program,
             run_dir=given.pop("run_dir"),
-            worker_options=WorkerOptions(
-                order=worker_options.parse_rank_order(given.pop("order")),
-                **{
-                    key: given.pop(key)
-                    for key in ("schedule", "tuning", "leader_per_nic", "replace_backend", "encrypt", "wire")
-                },
-                max_loss_increase=check_max_loss_increase(given.pop("max_loss_increase"), where="--max-loss-increase"),
-            ),
+            worker_options=_worker_options(given),
             mode=given.pop("mode"),
             elastic=given.pop("elastic"),
             num_spares=given.pop("spares"),
@@ -86,39 +80,14 @@ def run_program_options(command: Callable[..., int]) -> Callable[..., int]:
         _check_spares(options)
         return command(options=options, **given)
 
-    return functools.reduce(lambda inner, option: option(inner), reversed(_RUN_PROGRAM_OPTIONS), call)
+    return with_options(_RUN_PROGRAM_OPTIONS, call)
 
 
 _RUN_PROGRAM_OPTIONS = (
     click.option(
         "--run-dir", metavar="DIR", help="Folder of logs, events and run.json. Default: runs/DATE-TIME-SCRIPT."
     ),
-    click.option("--schedule", metavar="NAME", help="Use this schedule for allreduces from 64 KiB up."),
-    click.option(
-        "--tuning/--no-tuning",
-        default=None,
-        help="Try the best schedules and follow the network's rates, or keep the first plan: then the same bits result "
-        "from run to run. Default: among several nodes.",
-    ),
-    click.option(
-        "--mode",
-        metavar="NAME",
-        help="Training mode of scripts with ringweave.prepare: auto, sync, balanced, ps-hra, ps or local.",
-    ),
-    click.option(
-        "--wire",
-        type=click.Choice(WIRES),
-        default=EXACT,
-        help="Format of gradients on the links that bind: exact (default), bf16, int8, int4, or auto, which takes bf16 "
-        "or int8 where the forecast gains 10 % or more. Of tensors between the stages of a pipeline: bf16 or int8.",
-    ),
-    click.option(
-        "--max-loss-increase",
-        metavar="PERCENT",
-        help="Loss at equal samples, such as 0.5%, that mode auto and --wire auto may give up for speed, by a measured "
-        "table: they may take wire formats and mode local. Default: nothing that costs loss but ps-hra.",
-    ),
-    click.option("--leader-per-nic", is_flag=True, help="Plan with a leader for each NIC of a node, not one for all."),
+    *WORKER_OPTIONS,
     click.option(
         "--elastic",
         metavar="MIN:MAX",
@@ -139,19 +108,6 @@ _RUN_PROGRAM_OPTIONS = (
         help="A second parameter server, on another node if there is one, that takes over when the first one dies. "
         "Modes auto, ps-hra and ps.",
     ),
-    click.option("--replace-backend", is_flag=True, help='Let a script\'s "gloo" or "nccl" be ringweave too.'),
-    click.option(
-        "--order",
-        metavar="ORDER",
-        default="block",
-        help="Order of ranks on devices: block (default), round-robin or shuffled[:SEED].",
-    ),
-    click.option(
-        "--encrypt",
-        type=click.Choice(worker_options.ENCRYPT_CHOICES),
-        default="auto",
-        help="Encrypt what travels between nodes: on, off, or auto (default): between hosts, not in a lab.",
-    ),
     click.option(
         "--log-max-size",
         metavar="SIZE",
@@ -169,6 +125,15 @@ _RUN_PROGRAM_OPTIONS = (
     click.argument("script"),
     click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
 )
+
+
+def _worker_options(given: dict[str, Any]) -> WorkerOptions:
+    """Take the options of workers out of those that a command was given."""
+    found = {name: given.pop(name) for name in worker_options.OPTION_NAMES}
+    if found["order"] is not None:
+        found["order"] = worker_options.parse_rank_order(found["order"])
+    check_max_loss_increase(found["max_loss_increase"], where="--max-loss-increase")
+    return WorkerOptions(**{name: value for name, value in found.items() if value is not None})
 
 
 def _log_environ(size: str | None, files: str | None) -> dict[str, str]:
@@ -191,11 +156,11 @@ def _check_mode(name: str | None) -> None:
 def _check_spares(options: RunOptions) -> None:
     if options.num_spares and options.elastic is None:
         do = "Add --elastic MIN:MAX, or leave --spares out: only an elastic run replaces workers"
-        raise UsageError(explain("--spares", got="no --elastic", expected="an elastic run", do=do))
+        raise UsageError("--spares", got="no --elastic", expected="an elastic run", do=do)
     if options.num_spares and options.program.is_command:
         do = "Give the script without --, or leave --spares out"
         got = f"the command {options.program.target} after --"
-        raise UsageError(explain("--spares", got=got, expected="a Python script or module, which a spare runs", do=do))
+        raise UsageError("--spares", got=got, expected="a Python script or module, which a spare runs", do=do)
 
 
 def _check_standby(options: RunOptions, *, is_elastic: bool) -> None:
@@ -204,7 +169,7 @@ def _check_standby(options: RunOptions, *, is_elastic: bool) -> None:
     if options.has_standby and not (may_choose or modes.has_server(mode, is_elastic=is_elastic)):
         do = "Leave --standby out, or say --mode ps-hra"
         expected = "ps-hra, ps or local" if is_elastic else "auto, ps-hra or ps"
-        raise UsageError(explain("--standby with --mode", got=mode, expected=expected, do=do))
+        raise UsageError("--standby with --mode", got=mode, expected=expected, do=do)
 
 
 @click.command(cls=ProgramCommand, context_settings=PROGRAM_CONTEXT_SETTINGS)
@@ -306,26 +271,22 @@ def _run_on_hosts(
     given = [name for name, value in others.items() if value]
     if given:
         do = f"Leave {given[0]} out; the hosts and their workers are in --hosts"
-        raise UsageError(explain("--hosts", got=f"beside {', '.join(given)}", expected="none of these", do=do))
+        raise UsageError("--hosts", got=f"beside {', '.join(given)}", expected="none of these", do=do)
     if options.has_standby and options.elastic is None:
         do = "Add --elastic MIN:MAX, or leave --standby out: without it the loss of a host ends the run anyway"
-        raise UsageError(explain("--standby", got="no --elastic", expected="an elastic run on hosts", do=do))
+        raise UsageError("--standby", got="no --elastic", expected="an elastic run on hosts", do=do)
     _check_standby(options, is_elastic=True)
     return start.run_on_hosts(start.HostsRunOptions(run=options, **hosts_options))
 
 
 def _this_machine(counts: str | None, option: str) -> str:
-    """Return the value of `--hosts` for a run on this machine that goes on without its command.
-
-    Raises:
-        UsageError: The workers are on several nodes.
-    """
+    """Return the value of `--hosts` for a run on this machine that goes on without its command."""
     from ringweave.platforms.hosts import host_list
 
     found = workers.parse_worker_counts(counts if counts is not None else "1")
     if len(found) > 1:
         do = "Give one number of workers, or leave it out"
-        raise UsageError(explain(f"--{option}", got=f"--workers {counts}", expected="one node", do=do))
+        raise UsageError(f"--{option}", got=f"--workers {counts}", expected="one node", do=do)
     return f"{host_list.THIS_MACHINE}:{found[0]}"
 
 
@@ -333,7 +294,7 @@ def _refuse_hosts_options(given: Mapping[str, Any]) -> None:
     for key in ("python", "install"):
         if given[key]:
             do = "Add --hosts, or leave it out"
-            raise UsageError(explain(f"--{key}", got="no --hosts", expected="a run on hosts", do=do))
+            raise UsageError(f"--{key}", got="no --hosts", expected="a run on hosts", do=do)
 
 
 @click.command

@@ -11,12 +11,18 @@ import click
 
 from ringweave import cost, planning, schedules, sim, topology, units
 from ringweave.cli import pipeline_stages
-from ringweave.cli import progress as cli_progress
-from ringweave.cli.echo import echo
-from ringweave.cli.plan import RATES_OPTION, SIZE_OPTION, WIRE_OPTION, check_encodable, collective_option
+from ringweave.cli.echo import echo, terminal_progress
+from ringweave.cli.plan import (
+    RATES_OPTION,
+    SIZE_OPTION,
+    WIRE_OPTION,
+    check_encodable,
+    collective_option,
+    measured_rates_line,
+)
 from ringweave.cost import Bound, network
 from ringweave.environment import EXACT
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.files import file_io
 from ringweave.planning import Plan, ScheduleChoice
 from ringweave.schedules import CollectiveKind
@@ -92,7 +98,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         return pipeline_stages.print_simulation(cluster_path, pipeline_path, given)
     processors = _resolve_processors(processors, faults)
     machine, num_bytes = _resolve_machine(processors), units.parse_bytes(size)
-    cluster, progress = topology.load(cluster_path), cli_progress.terminal_progress()
+    cluster, progress = topology.load(cluster_path), terminal_progress()
     rates = network.load_measured_rates(rates_path, cluster) if rates_path else {}
     ranks = [node.name for node in cluster.nodes for _ in node.devices]
     _check_options(root, kind, len(ranks), wire)
@@ -122,23 +128,19 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         work = _PROCESSOR_TEXT.get(processors, f"with costs of processors as {processors} says")
         what = _what_text(choice, kind, num_bytes, len(ranks), wire)
         lines = _simulation_lines(found, cluster, plan, bound, what, work, rates)
-        echo("\n".join([*lines, *cli_progress.measured_rates_line(rates, cluster, rates_path)]))
+        echo("\n".join([*lines, *measured_rates_line(rates, cluster, rates_path)]))
     return 0
 
 
 def _resolve_processors(given: str | None, faults: Sequence[Fault]) -> str:
-    """Return the costs of processors; with a slow node they are needed.
-
-    Raises:
-        UsageError: A node is slow, and the costs are `none`.
-    """
+    """Return the costs of processors; with a slow node they are needed."""
     slow = [fault.node for fault in faults if isinstance(fault, NodeSlowdown)]
     if given == "none" and slow:
         expected, do = (
             "assumed, or a FILE",
             f"Leave --processors out: work that takes no time is not slower on {slow[0]}",
         )
-        raise UsageError(explain("--processors with a slow node", got=given, expected=expected, do=do))
+        raise UsageError("--processors with a slow node", got=given, expected=expected, do=do)
     return given or ("assumed" if slow else "none")
 
 
@@ -152,9 +154,9 @@ def _check_options(root: int | None, kind: CollectiveKind, num_ranks: int, wire:
     check_encodable(wire, kind)
     if root is not None and kind != "broadcast":
         do = "Leave --root out, or add --collective broadcast"
-        raise UsageError(explain("--root", got=root, expected=f"none for {kind}", do=do))
+        raise UsageError("--root", got=root, expected=f"none for {kind}", do=do)
     if root is not None and root >= num_ranks:
-        raise UsageError(explain("--root", got=root, expected=f"ranks 0..{num_ranks - 1}", do="Name a rank"))
+        raise UsageError("--root", got=root, expected=f"ranks 0..{num_ranks - 1}", do="Name a rank")
 
 
 def _resolve_choice(
@@ -163,7 +165,7 @@ def _resolve_choice(
     names = schedules.schedule_names(kind)
     if schedule is not None and schedules.check_schedule_name(schedule) not in (*names, schedules.NATIVE):
         expected = f"one of {', '.join(names)}"
-        raise UsageError(explain(f"--schedule of {kind}", got=schedule, expected=expected, do="Name one of these"))
+        raise UsageError(f"--schedule of {kind}", got=schedule, expected=expected, do="Name one of these")
     choice = plan.choose(num_bytes, schedule, kind, wire)
     if segments is None:
         return choice

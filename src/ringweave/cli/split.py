@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from ringweave.cli.echo import echo
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.jobs import split
 from ringweave.jobs.split import MIN_PER_NODE, WorkerSplit
 
@@ -38,7 +38,7 @@ def _parse_capacities(text: str) -> list[int]:
         return [int(word) for word in text.split(",")]
     except ValueError as error:
         expected = "whole numbers separated by commas, one for each node"
-        raise UsageError(explain("--capacity", got=text, expected=expected, do="Write it like 10,5")) from error
+        raise UsageError("--capacity", got=text, expected=expected, do="Write it like 10,5") from error
 
 
 def _split_document(found: WorkerSplit) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """`ringweave submit`: builds a job from a file and flags, shows its plan, asks, submits and follows it."""
 
+import functools
 import math
 import shlex
 import sys
@@ -13,8 +14,8 @@ import click
 from ringweave import units
 from ringweave.cli import job_options
 from ringweave.cli.echo import echo
-from ringweave.environment import WIRES
-from ringweave.errors import UsageError, explain
+from ringweave.cli.job_options import WORKER_OPTIONS, with_options
+from ringweave.errors import UsageError
 from ringweave.jobs import request
 from ringweave.jobs.request import JobFlag, JobRequest
 from ringweave.platforms import api, submission
@@ -45,7 +46,6 @@ class JobPlan:
 
     nodes: tuple[NodePlacement, ...]
     split_reason: str
-    """Reason of the split."""
     ring: tuple[int, ...] = ()
     """Global ranks in the order of the ring of all workers; this and the next three only if the network is planned."""
     leaders: tuple[int, ...] = ()
@@ -62,10 +62,7 @@ class JobPlan:
 def plan_job(request: JobRequest, job: JobView, *, has_network: bool = True) -> JobPlan:
     """Plan an admitted job at assumed rates; they are measured when its first group is formed.
 
-    Args:
-        request: Request of the job.
-        job: The admitted job.
-        has_network: Plan rings, leaders and schedule, which takes a third of a second of processor time.
+    `has_network`: plan rings, leaders and schedule, which takes a third of a second of processor time.
     """
     used = [(index, node) for index, node in enumerate(job.nodes) if node.workers]
     config = JobConfig(
@@ -219,7 +216,6 @@ def _split_reason(request: JobRequest, job: JobView) -> str:
 @click.option("--data", metavar="WHERE", help="Location of the training data.")
 @click.option("--image", metavar="IMAGE", help="Container image.")
 @click.option("--claim", metavar="NAME", help="PersistentVolumeClaim that all Pods mount at /claim, on Kubernetes.")
-@click.option("--mode", metavar="NAME", help="Training mode: auto, sync, balanced, ps-hra, ps or local.")
 @click.option(
     "--elastic",
     type=int,
@@ -227,20 +223,7 @@ def _split_reason(request: JobRequest, job: JobView) -> str:
     help="Smallest number of workers with which the job continues without a lost node.",
 )
 @click.option("--spares", type=int, metavar="N", help="Number of spares on each node; needs --elastic.")
-@click.option("--schedule", metavar="NAME", help="Use this schedule for allreduces from 64 KiB up.")
-@click.option("--tuning/--no-tuning", default=None, help="Try schedules and follow the rates, or keep the first plan.")
-@click.option("--order", metavar="ORDER", help="Order of ranks on devices: block, round-robin or shuffled[:SEED].")
-@click.option(
-    "--replace-backend", is_flag=True, default=None, help='Let a script\'s "gloo" or "nccl" be ringweave too.'
-)
-@click.option("--encrypt", type=click.Choice(["auto", "on", "off"]), help="Encrypt what travels between nodes.")
-@click.option("--wire", type=click.Choice(WIRES), help="Format of gradients on the links that bind.")
-@click.option(
-    "--max-loss-increase",
-    metavar="PERCENT",
-    help="Loss at equal samples, such as 0.5%, that mode auto and --wire auto may give up for speed.",
-)
-@click.option("--leader-per-nic", is_flag=True, default=None, help="Plan with a leader for each NIC of a node.")
+@functools.partial(with_options, WORKER_OPTIONS)
 @click.option(
     "--standby",
     is_flag=True,
@@ -306,7 +289,7 @@ def _print_dry_run(output: str, submission: Submission, plan: dict[str, Any], *,
 def _confirm_submission(name: str) -> bool:
     if not sys.stdin.isatty():
         do = "Add -y to submit without confirmation, or --dry-run to see only the plan"
-        raise UsageError(explain("answer", got="no terminal", expected="a terminal for the confirmation", do=do))
+        raise UsageError("answer", got="no terminal", expected="a terminal for the confirmation", do=do)
     return click.confirm(f"Submit {name}?", err=True)
 
 
@@ -341,7 +324,7 @@ def _elastic_flags(min_workers: int | None, num_spares: int | None) -> dict[str,
     if min_workers is None:
         if num_spares is not None:
             do = "Add --elastic MIN, or write elastic.spares into the file"
-            raise UsageError(explain("--spares", got="no --elastic", expected="an elastic job", do=do))
+            raise UsageError("--spares", got="no --elastic", expected="an elastic job", do=do)
         return {}
     spares = {} if num_spares is None else {"spares": num_spares}
     name = "--elastic, --spares" if spares else "--elastic"
@@ -356,13 +339,13 @@ def _node_flags(capacity: str | None, max_retries: int | None, deletion: str | N
         if given:
             do = "Write them into the nodes of the file, or add --capacity"
             got = ", ".join(f"--{key.replace('_', '-')}" for key in given)
-            raise UsageError(explain("flags", got=got, expected="--capacity, to whose nodes they apply", do=do))
+            raise UsageError("flags", got=got, expected="--capacity, to whose nodes they apply", do=do)
         return {}
     try:
         nodes = [{"capacity": int(word), **given} for word in capacity.split(",")]
     except ValueError as error:
         expected = "whole numbers separated by commas, one for each node"
-        raise UsageError(explain("--capacity", got=capacity, expected=expected, do="Write it like 10,5")) from error
+        raise UsageError("--capacity", got=capacity, expected=expected, do="Write it like 10,5") from error
     return {"nodes": JobFlag(name="--capacity, --max-retries, --deletion" if given else "--capacity", value=nodes)}
 
 
@@ -371,11 +354,11 @@ def _split_arguments(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         do = "Close the quotes"
-        raise UsageError(explain("--arguments", got=text, expected="words in shell syntax", do=do)) from error
+        raise UsageError("--arguments", got=text, expected="words in shell syntax", do=do) from error
 
 
 def _parse_variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise UsageError(explain("--env", got=text, expected="NAME=VALUE", do="Write it like SEED=1"))
+        raise UsageError("--env", got=text, expected="NAME=VALUE", do="Write it like SEED=1")
     return name, value

@@ -87,7 +87,6 @@ def _run_trial(
 
 
 def _try_gloo(torch: Any, dist: Any, store: str, rank: int) -> list[str]:
-    """Reduce one number."""
     total = _allreduce(torch, dist, "gloo", store, rank, 1)
     return ["ok", "allreduce of 2 processes over loopback"] if total == 3.0 else ["broken", f"1 + 2 gave {total}"]
 

@@ -9,7 +9,7 @@ import click
 from ringweave.cli import job_options
 from ringweave.cli.echo import echo
 from ringweave.cli.job_options import JOB_ARGUMENT, ON_OPTION
-from ringweave.errors import LaunchError, explain
+from ringweave.errors import LaunchError
 from ringweave.files import file_io
 from ringweave.page import html_report, run_model
 from ringweave.page.run_source import RunSource
@@ -31,7 +31,7 @@ def command(place: str | None, host: str, port: int, name: str) -> int:
         from ringweave.page import page_server
     except ModuleNotFoundError as error:
         do = "Install it with pip install 'ringweave[ui]', or write the page to a file with ringweave report"
-        raise LaunchError(explain("ui", got=f"no {error.name}", expected="aiohttp", do=do)) from error
+        raise LaunchError("ui", got=f"no {error.name}", expected="aiohttp", do=do) from error
     page_server.serve(source, host, port, lambda url: echo(f"ringweave: {name} at {url}"))
     return 0
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ringweave import ports
 from ringweave.environment import ENCRYPT, WorkerEnvironment
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 
 _DEVICES = ("cpu", "cuda")
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -187,15 +187,11 @@ def _with_own_backend(function: Any) -> Any:
 
 
 def _refuse_plain_backend(named: str) -> None:
-    """Refuse a backend of others in an encrypted run.
-
-    Raises:
-        UsageError: The run is encrypted, and this backend is not.
-    """
+    """Refuse a backend of others in an encrypted run."""
     if WorkerEnvironment.from_environ(os.environ).encrypts:
         do = f"Name gloo, nccl or none, or run with --encrypt off ({ENCRYPT})"
         expected = "ringweave, which encrypts what leaves a node"
-        raise UsageError(explain("backend of an encrypted run", got=named, expected=expected, do=do))
+        raise UsageError("backend of an encrypted run", got=named, expected=expected, do=do)
 
 
 def _with_grouped_messages(function: Any) -> Any:

@@ -370,11 +370,7 @@ class StagedMessage:
     ) -> None:
         """Order the read of the message after all that is on the current stream now.
 
-        Args:
-            device: Of the message's tensors.
-            runtime: Of the device.
-            enter_channel: Device channel by the index of the engine's channel; called in that channel's thread.
-            gates: Gates of the device.
+        `enter_channel`: device channel by the index of the engine's channel; called in that channel's thread.
         """
         self.device = device
         self._runtime = runtime
@@ -402,11 +398,7 @@ class StagedMessage:
     def stage(self, channel: int, dtype: torch.dtype, num_elements: int, regions: Sequence[DeviceRegion]) -> Tensor:
         """Return host memory for the message, one-dimensional; its content is undefined until it is fetched.
 
-        Args:
-            channel: Index of the engine's channel.
-            dtype: Of the message's elements.
-            num_elements: Of the message.
-            regions: Tensors of the message. Inputs are sorted and do not overlap in it, and so are outputs.
+        `regions`: tensors of the message. Inputs are sorted and do not overlap in it, and so are outputs.
         """
         taken = self._channel = self._enter_channel(channel)
         num_bytes = num_elements * dtype.itemsize
@@ -602,7 +594,6 @@ class DeviceBridge:
         self._channels.clear()
 
     def _streams(self, device: torch.device) -> list[tuple[Any, Any]]:
-        """Return the streams to the host and to the device of each channel."""
         parts = [self._channel(device, index) for index in range(NUM_CHANNELS)]
         return [(part.fetch_stream, part.put_stream) for part in parts]
 

@@ -43,7 +43,6 @@ class CollectiveCounters:
             self._traffic.begin_collective()
 
     def end_collective(self, num_bytes: int) -> None:
-        """Note the end of a scheduled collective."""
         if self._traffic is not None:
             self._traffic.end_collective(num_bytes)
 
@@ -73,7 +72,6 @@ class CollectiveCounters:
             self._log.write("collectives", rank=self._rank, group=self.group, by_schedule=self.snapshot())
 
     def close(self) -> None:
-        """Write all that is new."""
         self.flush()
         if self._traffic is not None:
             self._traffic.flush()
@@ -109,7 +107,6 @@ class TrafficRecorder:
         self._before = self._usage.read()
 
     def begin_collective(self) -> None:
-        """Note that one more collective is in flight."""
         with self._lock:
             if self._num_in_flight == 0:
                 self._flight_begun_s = self._clock()

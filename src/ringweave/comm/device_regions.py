@@ -51,7 +51,6 @@ class FlatRegion:
             copy(self.region.tensor.detach(), self._contiguous)
 
     def keep(self, keep: Callable[[Tensor], object]) -> None:
-        """Keep the memory of the tensor and of its elements."""
         keep(self.region.tensor)
         keep(self.elements)
 

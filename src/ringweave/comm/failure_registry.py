@@ -174,12 +174,7 @@ class FailureRegistry:
         return error
 
     def _call_store(self, call: Callable[[], _CallT]) -> _CallT:
-        """Call the store with a timeout.
-
-        Raises:
-            RuntimeError: The store is dead.
-            TimeoutError: It is silent, or waiting was stopped.
-        """
+        """Call the store with a timeout."""
         return call_with_timeout(call, _STORE_TIMEOUT_S, lambda: self._is_stopped, "ringweave failures")
 
     def _others(self) -> list[int]:

@@ -289,23 +289,19 @@ def check_versions(theirs: Mapping[str, Any], global_rank: int) -> None:
     own, where = own_versions(), f"rank {global_rank}"
     if theirs.get("protocol") != own["protocol"]:
         raise DisagreementError(
-            explain(
-                f"protocol of rank {global_rank}",
-                got=f"{theirs.get('protocol')} (ringweave {theirs.get('ringweave')})",
-                expected=f"{own['protocol']} (ringweave {own['ringweave']}), as this rank has",
-                do="Install the same ringweave on all nodes",
-                where=where,
-            )
+            f"protocol of rank {global_rank}",
+            got=f"{theirs.get('protocol')} (ringweave {theirs.get('ringweave')})",
+            expected=f"{own['protocol']} (ringweave {own['ringweave']}), as this rank has",
+            do="Install the same ringweave on all nodes",
+            where=where,
         )
     if not is_same_minor(str(theirs.get("torch")), own["torch"]):
         raise DisagreementError(
-            explain(
-                f"torch of rank {global_rank}",
-                got=theirs.get("torch"),
-                expected=f"{own['torch']}, as this rank has, or another patch release of it",
-                do="Install the same minor version of torch on all nodes",
-                where=where,
-            )
+            f"torch of rank {global_rank}",
+            got=theirs.get("torch"),
+            expected=f"{own['torch']}, as this rank has, or another patch release of it",
+            do="Install the same minor version of torch on all nodes",
+            where=where,
         )
 
 

@@ -51,10 +51,7 @@ class GroupPlan:
     ) -> None:
         """Without `broadcast`, nothing is sent: every rank makes the plan itself, and the group is not tuned.
 
-        Args:
-            make: Makes the plan.
-            load: Winner of each message class with this plan in earlier runs; None if the group is not to be tuned.
-            broadcast: Carries the plan from the first rank to the others.
+        `load`: winner of each message class with this plan in earlier runs; None if the group is not to be tuned.
         """
         self._make = make
         self._broadcast = broadcast

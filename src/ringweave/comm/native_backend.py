@@ -37,7 +37,7 @@ from ringweave.comm.gloo import (
 from ringweave.comm.group_info import GroupInfo
 from ringweave.comm.peer_data import call_with_timeout, run_at_once
 from ringweave.comm.transport.interface import TransferFailedError
-from ringweave.errors import CommunicationError, explain
+from ringweave.errors import CommunicationError
 
 _CONNECT_TIMEOUT = timedelta(seconds=30)
 """All ranks have just called, so none is late. Gloo may wait for a multiple of it."""
@@ -590,12 +590,10 @@ def check_gloo_supports(name: str, tensors: Any) -> None:
     """
     if name in _CPU_ONLY_IN_GLOO and _has_device_tensor(tensors):
         raise CommunicationError(
-            explain(
-                f"{name.strip('_')} by Gloo",
-                got="a tensor that is not on the CPU",
-                expected="a CPU tensor, since this group does not use NCCL",
-                do="Move the tensor to the CPU, or use NCCL by RINGWEAVE_DEVICE_PATH=native, if the job is not elastic",
-            )
+            f"{name.strip('_')} by Gloo",
+            got="a tensor that is not on the CPU",
+            expected="a CPU tensor, since this group does not use NCCL",
+            do="Move the tensor to the CPU, or use NCCL by RINGWEAVE_DEVICE_PATH=native, if the job is not elastic",
         )
 
 

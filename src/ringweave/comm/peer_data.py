@@ -13,7 +13,7 @@ from torch.distributed import Store
 from torch.distributed.rendezvous import rendezvous
 
 from ringweave import errors
-from ringweave.errors import DisagreementError, PeerError, ScheduleError, explain
+from ringweave.errors import DisagreementError, PeerError, ScheduleError
 from ringweave.files import file_io
 
 _POLL_S = 0.02
@@ -109,7 +109,7 @@ def decode_peer_data(
     try:
         return convert(file_io.parse_json(value, max_bytes))
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, ScheduleError) as cause:
-        raise DisagreementError(explain(description, got=value, expected=expected, do=_FIX, where=where)) from cause
+        raise DisagreementError(description, got=value, expected=expected, do=_FIX, where=where) from cause
 
 
 def require_object(value: Any) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def check_length(
     """
     if not min_bytes <= num_bytes <= max_bytes:
         got, expected = f"{num_bytes} bytes", f"{min_bytes} to {max_bytes} bytes"
-        raise DisagreementError(explain(description, got=got, expected=expected, do=_FIX, where=where))
+        raise DisagreementError(description, got=got, expected=expected, do=_FIX, where=where)
 
 
 GATHER_TIMEOUT = timedelta(seconds=120)
@@ -166,13 +166,11 @@ def exchange_texts(store: Store, text: str, rank: int, world_size: int, timeout:
     """
     if len(text.encode()) > MAX_TEXT_BYTES:
         raise errors.CommunicationError(
-            errors.explain(
-                "text for the other ranks",
-                got=f"{len(text.encode())} bytes",
-                expected=f"at most {MAX_TEXT_BYTES}",
-                do="Report this: no machine should take as much",
-                where=f"rank {rank}",
-            )
+            "text for the other ranks",
+            got=f"{len(text.encode())} bytes",
+            expected=f"at most {MAX_TEXT_BYTES}",
+            do="Report this: no machine should take as much",
+            where=f"rank {rank}",
         )
     texts = [f"discover/text/{each}" for each in range(world_size)]
     store.set(texts[rank], text)
@@ -195,7 +193,7 @@ def _decode_text(value: bytes, rank: int) -> str:
         return value.decode()
     except UnicodeDecodeError as cause:
         do = "Run the same ringweave on all ranks"
-        raise DisagreementError(errors.explain(description, got=value, expected="UTF-8", do=do, where=where)) from cause
+        raise DisagreementError(description, got=value, expected="UTF-8", do=do, where=where) from cause
 
 
 def _wait_for_keys(store: Store, keys: list[str], timeout: timedelta, rank: int, world_size: int) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from ringweave.comm.group_info import GroupInfo, RankLocation
 from ringweave.environment import AUTO, BRIDGE, DEVICE_PATH, ENCRYPT, NATIVE, WorkerEnvironment
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.relayed_address import is_relayed
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def allows_nccl(group: GroupInfo, environment: WorkerEnvironment) -> bool:
     if environment.coordinators:
         if environment.device_path == NATIVE and any(member.location.gpus for member in group.ranks):
             expected = "auto or bridge in an elastic job, since NCCL does not survive a worker's death"
-            raise UsageError(explain(DEVICE_PATH, got=NATIVE, expected=expected, do="Correct or unset it"))
+            raise UsageError(DEVICE_PATH, got=NATIVE, expected=expected, do="Correct or unset it")
         return False
     if any(is_relayed(member.location.address) for member in group.ranks):
         return False
@@ -109,7 +109,7 @@ def allows_nccl(group: GroupInfo, environment: WorkerEnvironment) -> bool:
         if environment.device_path == NATIVE and any(member.location.gpus for member in group.ranks):
             expected = "auto or bridge in an encrypted run on several nodes, since NCCL sends plain bytes"
             do = f"Correct or unset it, or run with --encrypt off ({ENCRYPT})"
-            raise UsageError(explain(DEVICE_PATH, got=NATIVE, expected=expected, do=do))
+            raise UsageError(DEVICE_PATH, got=NATIVE, expected=expected, do=do)
         return False
     if environment.device_path != AUTO:
         return environment.device_path != BRIDGE

@@ -18,9 +18,7 @@ class DeviceResult(Protocol):
     """Result on a device, where what uses it must come later on a stream."""
 
     @property
-    def device(self) -> torch.device:
-        """Device of the tensors."""
-        ...
+    def device(self) -> torch.device: ...
 
     def order_ahead(self) -> bool:
         """Let the current stream wait for the result, which may still be to come; return False if it cannot."""

@@ -12,18 +12,3 @@ from ringweave.cost.bounds import (
 )
 from ringweave.cost.loads import bytes_on_links, vertices_of_ranks
 from ringweave.cost.network import GroupNetwork, group_network
-
-__all__ = [
-    "ENCRYPTION_S_PER_BYTE",
-    "Assumptions",
-    "Bound",
-    "GroupNetwork",
-    "ScheduleDemand",
-    "bound",
-    "bytes_on_links",
-    "group_network",
-    "network_bound",
-    "predict",
-    "schedule_demand",
-    "vertices_of_ranks",
-]

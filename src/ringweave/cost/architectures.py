@@ -14,7 +14,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.files import problems
 
 
@@ -23,7 +23,6 @@ class ArchitectureSetting:
     """Inputs of the formulas. Times that follow from them are predicted."""
 
     num_workers: int
-    """N."""
     num_groups: int
     """k: rings of workers. Only the architectures of `GROUPED_ARCHITECTURES` use it."""
     num_bytes: float
@@ -115,13 +114,13 @@ def check_architecture(architecture: str) -> str:
     if architecture not in ARCHITECTURES:
         do = problems.suggest_closest(architecture, ARCHITECTURES) or "Use one of these names"
         expected = f"one of {', '.join(ARCHITECTURES)}"
-        raise UsageError(explain("architecture", got=architecture, expected=expected, do=do))
+        raise UsageError("architecture", got=architecture, expected=expected, do=do)
     return architecture
 
 
 def _check_input(what: str, got: float, allowed: str, *, is_allowed: bool) -> None:
     if not is_allowed:
-        raise UsageError(explain(what, got=got, expected=allowed, do="Change it"))
+        raise UsageError(what, got=got, expected=allowed, do="Change it")
 
 
 def _apply_formula(architecture: str, setting: ArchitectureSetting, ring_size: float) -> LatencyLine:
@@ -287,9 +286,7 @@ def fastest_over_latency(setting: ArchitectureSetting, names: Sequence[str]) -> 
 def crossovers_over_workers(settings: Sequence[ArchitectureSetting], names: Sequence[str]) -> list[Crossover]:
     """Return all crossovers between one setting and the next, which differ in their workers.
 
-    Args:
-        settings: By growing number of workers.
-        names: The architectures to compare.
+    `settings`: by growing number of workers.
     """
     found = []
     for before, after in itertools.pairwise(settings):
@@ -324,13 +321,7 @@ def fastest_over_workers(settings: Sequence[ArchitectureSetting], names: Sequenc
 def settings_over_workers(
     setting: ArchitectureSetting, workers: Sequence[int], groups_of: Callable[[int], int]
 ) -> list[ArchitectureSetting]:
-    """Return the setting at other numbers of workers.
-
-    Args:
-        setting: The other inputs.
-        workers: The numbers of workers.
-        groups_of: Returns the number of groups for a number of workers.
-    """
+    """Return the setting at other numbers of workers."""
     return [dataclasses.replace(setting, num_workers=count, num_groups=groups_of(count)) for count in workers]
 
 

@@ -71,7 +71,6 @@ class ScheduleDemand:
     """Needs of a schedule on the links and ranks of one group, per byte of message; its time follows from them."""
 
     num_rounds: int
-    """Rounds of the schedule."""
     num_latencies: int
     """Waves that pass a link: how often a message waits for one from another node."""
     waves_s_per_byte: float

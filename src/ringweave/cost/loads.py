@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringweave.cost.network import Floats, GroupNetwork, Ints, group_network
-from ringweave.errors import PlacementError, explain
+from ringweave.errors import PlacementError
 from ringweave.schedules import Round, Schedule, WireEncoding, wire_formats
 from ringweave.topology import Cluster
 
@@ -46,11 +46,7 @@ def bytes_on_links(
 
     It is the theoretical number: chunks are not rounded to whole elements, and headers are not counted.
 
-    Args:
-        schedule: Schedule to run, in segments or as a whole; that makes no difference.
-        cluster: Cluster that runs it.
-        node_of_rank: Name of the node of each rank.
-        num_bytes: Size of the message.
+    `schedule`: schedule to run, in segments or as a whole; that makes no difference.
 
     Raises:
         PlacementError: Not one node per rank.
@@ -85,7 +81,7 @@ class ScheduleLoads:
     def __init__(self, schedule: Schedule, net: GroupNetwork, vertex_of_rank: Ints) -> None:
         if len(vertex_of_rank) != schedule.num_ranks:
             got, expected = len(vertex_of_rank), f"{schedule.num_ranks}, one per rank of {schedule.name}"
-            raise PlacementError(explain("nodes of ranks", got=got, expected=expected, do="Name each rank's node"))
+            raise PlacementError("nodes of ranks", got=got, expected=expected, do="Name each rank's node")
         self._schedule = schedule
         self._net = net
         self._vertex_of_rank = vertex_of_rank

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ringweave.errors import ClusterError, UsageError, explain
+from ringweave.errors import ClusterError, UsageError
 from ringweave.files import file_io
 from ringweave.files.problems import suggest_closest
 from ringweave.topology import Cluster, link_name
@@ -35,10 +35,10 @@ def load_measured_rates(path: str | Path, cluster: Cluster) -> dict[str, float]:
         found = list(_links_of_document(file_io.load_json(path)))
     except OSError as cause:
         do = cause.strerror or str(cause)
-        raise UsageError(explain("--rates", got=where, expected="a file that can be read", do=do)) from cause
+        raise UsageError("--rates", got=where, expected="a file that can be read", do=do) from cause
     except (ValueError, TypeError, KeyError, RecursionError) as cause:
         expected, do = 'a JSON document with measured "links"', "Give findings of probing, or a result of bench --out"
-        raise UsageError(explain("--rates", got=where, expected=expected, do=do)) from cause
+        raise UsageError("--rates", got=where, expected=expected, do=do) from cause
     known = {link.name for link in cluster.links()}
     for name, rate in found:
         _check_measured_link(name, rate, known, where)
@@ -46,11 +46,7 @@ def load_measured_rates(path: str | Path, cluster: Cluster) -> dict[str, float]:
 
 
 def _links_of_document(document: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield name and rate of each link.
-
-    Raises:
-        KeyError: One has neither name nor rate, or there are none.
-    """
+    """Yield name and rate of each link."""
     if not document["links"]:
         raise KeyError("links")
     for each in document["links"]:
@@ -65,11 +61,11 @@ def _check_measured_link(name: Any, rate: Any, known: set[str], where: str) -> N
             suggest_closest(str(name), known)
             or "Give the cluster file that was measured, such as the one of probing --write"
         )
-        raise UsageError(explain("measured link", got=name, expected="a link of the cluster", do=do, where=where))
+        raise UsageError("measured link", got=name, expected="a link of the cluster", do=do, where=where)
     is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
     if rate is not None and not (is_number and 0 < rate <= sys.float_info.max):
         expected, do = "a positive number of bytes per second", "Measure it again, or leave it out"
-        raise UsageError(explain(f"measured rate of {name}", got=rate, expected=expected, do=do, where=where))
+        raise UsageError(f"measured rate of {name}", got=rate, expected=expected, do=do, where=where)
 
 
 Floats = NDArray[np.float64]
@@ -153,9 +149,7 @@ def group_network(
     """
     names = list(dict.fromkeys(nodes if nodes is not None else (node.name for node in cluster.nodes)))
     if not names:
-        raise ClusterError(
-            explain("nodes that take part", got=names, expected="at least one", do="Name nodes of the cluster")
-        )
+        raise ClusterError("nodes that take part", got=names, expected="at least one", do="Name nodes of the cluster")
     parent_of = {node.name: node.switch or CORE for node in cluster.nodes}
     rate_of = {node.name: node.rate_bytes_per_s for node in cluster.nodes}
     for name in names:
@@ -179,11 +173,11 @@ def _checked_rates(rates: Mapping[str, float], parent_of: Mapping[str, str]) -> 
     for name, rate in rates.items():
         if name not in known:
             do = suggest_closest(name, known) or "Name it by what it connects, sender first"
-            raise ClusterError(explain("measured link", got=name, expected="a link of the cluster", do=do))
+            raise ClusterError("measured link", got=name, expected="a link of the cluster", do=do)
         if not 0 < rate < math.inf:
             do = "Measure it again, or leave it out"
             raise ClusterError(
-                explain(f"measured rate of {name}", got=rate, expected="a positive number of bytes per second", do=do)
+                f"measured rate of {name}", got=rate, expected="a positive number of bytes per second", do=do
             )
     return {name: float(rate) for name, rate in rates.items()}
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import xxhash
 
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 
 _TextT = TypeVar("_TextT", bound=str | bytes)
 
@@ -190,4 +190,4 @@ def report_write_errors(option: str, path: str | Path) -> Iterator[None]:
         yield
     except OSError as cause:
         do = cause.strerror or str(cause)
-        raise UsageError(explain(option, got=str(path), expected="a file that can be written", do=do)) from cause
+        raise UsageError(option, got=str(path), expected="a file that can be written", do=do) from cause

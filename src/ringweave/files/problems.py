@@ -28,7 +28,6 @@ class InputProblem:
     what: str
     """Subject of the error, such as `switch of node a0`."""
     got: object
-    """The value found."""
     expected: str
     """Allowed values, completing "expected ..."."""
     do: str
@@ -45,8 +44,8 @@ class InputError(UsageError):
     """Usage error that keeps its problems as data."""
 
     def __init__(self, problems: tuple[InputProblem, ...]) -> None:
-        super().__init__(problems)
-        self.problems = problems
+        super().__init__()
+        self.args, self.problems = (problems,), problems
 
     def __str__(self) -> str:
         """Return the problems, located by key path alone, as for values built in code."""

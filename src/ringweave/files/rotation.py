@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ringweave.environment import LOG_MAX_FILES, LOG_MAX_SIZE
-from ringweave.errors import UsageError, explain, shorten
+from ringweave.errors import UsageError, shorten
 from ringweave.files import file_io
 from ringweave.units import parse_bytes
 
@@ -74,11 +74,11 @@ class LogLimits:
         if most_bytes < MIN_FILE_BYTES:
             do = "Give a larger one, such as 16MB"
             raise UsageError(
-                explain("size of a log file", got=size, expected=f">= {MIN_FILE_BYTES} bytes", do=do, where=where[0])
+                "size of a log file", got=size, expected=f">= {MIN_FILE_BYTES} bytes", do=do, where=where[0]
             )
         if files is not None and not (files.isascii() and files.isdigit() and 2 <= int(files) <= 1000):
             do = "Give a number such as 10"
-            raise UsageError(explain("files of a log", got=files, expected="2 to 1000", do=do, where=where[1]))
+            raise UsageError("files of a log", got=files, expected="2 to 1000", do=do, where=where[1])
         return cls(max_bytes=most_bytes, max_files=DEFAULT_FILES if files is None else int(files))
 
     def to_environ(self) -> dict[str, str]:

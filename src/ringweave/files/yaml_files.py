@@ -215,7 +215,6 @@ class FileKind:
     fix_empty: str
     """Fix for an empty file."""
     fix_too_large: str
-    """Fix for a file that is too large."""
 
 
 def load_yaml_file(path: str | os.PathLike[str], kind: FileKind, build: Callable[[Any], _BuiltT]) -> _BuiltT:
@@ -329,10 +328,7 @@ _FileEntryT = TypeVar("_FileEntryT", bound=FileEntry)
 def validate_entries(model: type[_FileEntryT], value: Any, noun: str) -> _FileEntryT:
     """Validate keys and types of a file's values.
 
-    Args:
-        model: Model of the whole file.
-        value: Values of the file.
-        noun: Name of the file's kind: `cluster file`.
+    `noun`: name of the file's kind: `cluster file`.
 
     Raises:
         InputError: Lists unknown keys, missing keys and values of the wrong type.

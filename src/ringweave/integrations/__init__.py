@@ -2,7 +2,7 @@
 
 import importlib.metadata
 
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 
 
 def check_version(distribution: str, first: str, below: str) -> None:
@@ -20,7 +20,7 @@ def check_version(distribution: str, first: str, below: str) -> None:
     if not _release(first) <= _release(found) < _release(below):
         do = f"Install {distribution}>={first},<{below}, or use another version of ringweave"
         expected = f"from {first} on and below {below}"
-        raise UsageError(explain(f"version of {distribution}", got=found, expected=expected, do=do))
+        raise UsageError(f"version of {distribution}", got=found, expected=expected, do=do)
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from ringweave import integrations, training
 from ringweave.comm import default_group
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.integrations import trainer_parts
 from ringweave.integrations.trainer_parts import BatchOwner, PartLoader, PreparedLoader
 from ringweave.training import SharedLoader
@@ -268,7 +268,7 @@ def _single_triple(models: list[int], optimizers: list[int], loaders: list[int])
         got = f"{len(models)} models to train, {len(optimizers)} optimizers and {len(loaders)} loaders"
         do = "Give prepare the model, its optimizer and its training loader in one call, the loader before others"
         raise TrainingError(
-            explain("objects of Accelerator.prepare", got=got, expected="one of each, and further loaders", do=do)
+            "objects of Accelerator.prepare", got=got, expected="one of each, and further loaders", do=do
         )
     return models[0], optimizers[0], loaders[0]
 

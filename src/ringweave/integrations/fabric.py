@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from ringweave import integrations, training
 from ringweave.comm import default_group
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.integrations import trainer_parts
 from ringweave.integrations.trainer_parts import PartLoader, PreparedLoader
 from ringweave.training import SharedLoader
@@ -276,9 +276,7 @@ class _SharedModule(nn.Module):
         """
         if self.parallel is None and self.training and torch.is_grad_enabled():
             do = "Call fabric.setup(model, optimizer) and fabric.setup_dataloaders(loader) before the first batch"
-            raise TrainingError(
-                explain("training with Fabric", got="a pass", expected="model, optimizer and loader", do=do)
-            )
+            raise TrainingError("training with Fabric", got="a pass", expected="model, optimizer and loader", do=do)
         return (self.module if self.parallel is None else self.parallel)(*args, **kwargs)
 
 
@@ -313,7 +311,7 @@ def _unshared(module: nn.Module) -> nn.Module:
 def _check_single(what: str, present: object) -> None:
     if present is not None:
         do = 'Use strategy="ddp" for several, which runs on ringweave\'s backend under ringweave run'
-        raise TrainingError(explain(what, got="a second one", expected="one", do=do))
+        raise TrainingError(what, got="a second one", expected="one", do=do)
 
 
 if "ringweave" not in strategies.STRATEGY_REGISTRY:

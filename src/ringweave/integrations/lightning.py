@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.integrations import trainer_parts
 from ringweave.integrations.fabric import LaunchedStrategy, RingweaveFabricStrategy
 from ringweave.integrations.trainer_parts import BatchOwner, PartLoader, PreparedLoader
@@ -98,7 +98,7 @@ class RingweaveStrategy(LaunchedStrategy, strategies.DDPStrategy):
         if trainer.state.fn != TrainerFn.FITTING and not dist.is_initialized():
             do = "Call trainer.fit first, or evaluate in a run without --elastic"
             raise TrainingError(
-                explain(f"trainer.{trainer.state.fn} of an elastic job", got="no training yet", expected="one", do=do)
+                f"trainer.{trainer.state.fn} of an elastic job", got="no training yet", expected="one", do=do
             )
         for loop in (trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop):
             _WeightedResults.attach(loop._results, self)
@@ -170,7 +170,6 @@ class RingweaveStrategy(LaunchedStrategy, strategies.DDPStrategy):
             self._training.progress.resume()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Begin a batch."""
         self._pass_number += 1
         self.set_world_ranks()  # another worker is the first one, if that is lost
 
@@ -275,11 +274,7 @@ class RingweaveStrategy(LaunchedStrategy, strategies.DDPStrategy):
 
 
 def _check_trainer(trainer: Trainer, optimizers: Sequence[Optimizer], *, has_trained: bool) -> None:
-    """Refuse what cannot be shared out in this way.
-
-    Raises:
-        TrainingError: Model or arguments ask for it.
-    """
+    """Refuse what cannot be shared out in this way."""
     module = trainer.lightning_module
     refused = {
         "a second call of fit": has_trained,
@@ -292,20 +287,16 @@ def _check_trainer(trainer: Trainer, optimizers: Sequence[Optimizer], *, has_tra
         if is_given:
             do = 'Use strategy="ddp" for it, which runs on ringweave\'s backend under ringweave run'
             expected = "one fit by one optimizer, with automatic optimization"
-            raise TrainingError(explain("training by Lightning", got=name, expected=expected, do=do))
+            raise TrainingError("training by Lightning", got=name, expected=expected, do=do)
 
 
 def _check_training_loader(loader: object, *, has_one: bool) -> None:
-    """Refuse a loader that the Trainer would read ahead of its train step, or a second one.
-
-    Raises:
-        TrainingError: It is one.
-    """
+    """Refuse a loader that the Trainer would read ahead of its train step, or a second one."""
     is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
     if has_one or is_stream or not isinstance(loader, DataLoader):
         got = "a second one" if has_one else "a stream" if is_stream else type(loader).__name__
         do = "Give the Trainer one DataLoader of a data set with an index"
-        raise TrainingError(explain("loader of the training", got=got, expected="one DataLoader", do=do))
+        raise TrainingError("loader of the training", got=got, expected="one DataLoader", do=do)
 
 
 def _set_up_data(trainer: Trainer) -> None:

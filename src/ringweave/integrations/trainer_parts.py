@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.jobs import modes
 from ringweave.planning import balancing
 from ringweave.training import SharedLoader
@@ -43,7 +43,7 @@ def mode_of_launcher() -> str:
     mode = WorkerEnvironment.from_environ(os.environ).mode or modes.AUTO
     if mode in (*modes.SERVER_MODES, modes.LOCAL):
         do = "Start the trainer with --mode balanced, or write the loop yourself with ringweave.prepare"
-        raise UsageError(explain("mode of a trainer", got=mode, expected="sync, balanced or auto", do=do))
+        raise UsageError("mode of a trainer", got=mode, expected="sync, balanced or auto", do=do)
     return modes.BALANCED if mode == modes.AUTO else mode
 
 

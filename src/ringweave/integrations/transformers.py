@@ -24,7 +24,7 @@ from transformers import trainer as transformers_trainer
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
 
 from ringweave import integrations
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.integrations import accelerate, trainer_parts
 from ringweave.integrations.accelerate import EvaluationLoader, TrainingLoader
 
@@ -75,11 +75,7 @@ class Trainer(transformers.Trainer):
         return self.accelerator
 
     def _check_arguments(self) -> None:
-        """Refuse what cannot be shared out in this way.
-
-        Raises:
-            TrainingError: An argument asks for it.
-        """
+        """Refuse what cannot be shared out in this way."""
         refused = {
             "FSDP or DeepSpeed": self.is_deepspeed_enabled or self.is_fsdp_enabled,
             "parallelism_config": bool(self.args.parallelism_config),
@@ -90,7 +86,7 @@ class Trainer(transformers.Trainer):
         for name, is_given in refused.items():
             if is_given:
                 do = "Use the Trainer of transformers for it, with ringweave run --replace-backend"
-                raise TrainingError(explain("arguments of the Trainer", got=name, expected="data parallelism", do=do))
+                raise TrainingError("arguments of the Trainer", got=name, expected="data parallelism", do=do)
 
     # Preparing.
 
@@ -99,7 +95,7 @@ class Trainer(transformers.Trainer):
         if self._is_shared:
             if self._prepared is not None:
                 do = "Make another Trainer, or set num_train_epochs to all epochs"
-                raise TrainingError(explain("calls of Trainer.train", got="a second one", expected="one", do=do))
+                raise TrainingError("calls of Trainer.train", got="a second one", expected="one", do=do)
             self._own_accelerator.keeps_loaders = True
             self.add_callback(self._progress)
         return super()._inner_training_loop(*args, **kwargs)

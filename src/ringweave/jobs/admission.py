@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ringweave import units
-from ringweave.errors import JobError, UnknownJobError, explain
+from ringweave.errors import JobError, UnknownJobError
 from ringweave.files import problems, yaml_files
 from ringweave.files.problems import InputProblem, suggest_closest
 from ringweave.files.yaml_files import FileKind
@@ -62,13 +62,7 @@ class PermissionCache:
         self._cached: dict[tuple[str, str], tuple[float, Permission]] = {}
 
     def get_permission(self, requester: str, verb: str, now: float) -> Permission:
-        """Return the permission, from the cache while it is valid.
-
-        Args:
-            requester: The user that the platform reports.
-            verb: One of `VERBS`.
-            now: Seconds on a monotonic clock.
-        """
+        """Return the permission, from the cache while it is valid. `verb`: one of `VERBS`."""
         key = (requester, verb)
         known = self._cached.get(key)
         if known is not None and now < known[0]:
@@ -131,12 +125,6 @@ def _has_job_ended(job: Job) -> bool:
 def check_retry(job: Job, *, existing: Iterable[Job], permissions: PermissionCache, now: float) -> None:
     """Refuse a retry with which the requester would exceed the GPU limit that applies now.
 
-    Args:
-        job: The job to retry.
-        existing: All jobs of the platform.
-        permissions: Cache of permissions.
-        now: Seconds on a monotonic clock.
-
     Raises:
         JobError: The limit would be exceeded.
     """
@@ -150,26 +138,19 @@ def name_taken_error(job: Job, now: float) -> JobError:
     """Return the error for a name that a job already has."""
     got = f"taken by {job.requester} {units.show_duration(now - job.created_s)} ago ({job.record.state})"
     do = f"Choose another name, or remove that job first with ringweave delete {job.request.name}"
-    return JobError(explain(f"job name {job.request.name}", got=got, expected="a free name", do=do))
+    return JobError(f"job name {job.request.name}", got=got, expected="a free name", do=do)
 
 
 def unknown_job_error(name: str, names: Iterable[str], *, look: str, where: str) -> UnknownJobError:
-    """Return the error for a name that no job has.
-
-    Args:
-        name: The requested name.
-        names: The existing names.
-        look: The advice if no existing name is similar.
-        where: The platform, for the error text.
-    """
+    """Return the error for a name that no job has. `look`: the advice if no existing name is similar."""
     do = suggest_closest(name, names) or look
-    return UnknownJobError(explain("job", got=name, expected="the name of an existing job", do=do, where=where))
+    return UnknownJobError("job", got=name, expected="the name of an existing job", do=do, where=where)
 
 
 def not_allowed_error(verb: str, requester: str, permission: Permission) -> JobError:
     """Return the error for a verb that the requester may not use."""
     do = f"Ask the administrator of this platform to allow {requester} to {verb}"
-    return JobError(explain(f"{verb} by {requester}", got=permission.text, expected="a permission", do=do))
+    return JobError(f"{verb} by {requester}", got=permission.text, expected="a permission", do=do)
 
 
 def check_permission(verb: str, *, requester: str, owner: str, permissions: PermissionCache, now: float) -> Permission:
@@ -184,7 +165,7 @@ def check_permission(verb: str, *, requester: str, owner: str, permissions: Perm
     if requester != owner and not permission.any_owner:
         do = f"Ask {owner} to do it, or the administrator of this platform for a rule with jobs: all"
         got = f"the job is {owner}'s"
-        raise JobError(explain(f"{verb} by {requester}", got=got, expected="a job of their own", do=do))
+        raise JobError(f"{verb} by {requester}", got=got, expected="a job of their own", do=do)
     return permission
 
 
@@ -194,7 +175,7 @@ def _check_gpu_limit(request: JobRequest, requester: str, permission: Permission
         free = max(0, limit - gpus_in_use)
         do = f"Ask for at most {free}" if free else "Wait for one of those jobs to end, or stop one"
         expected = f"at most {limit} GPUs in all jobs of {requester}, of which {gpus_in_use} are in use"
-        raise JobError(explain("GPUs in all", got=request.num_workers, expected=expected, do=do))
+        raise JobError("GPUs in all", got=request.num_workers, expected=expected, do=do)
 
 
 POLICY_FILE = FileKind(
@@ -234,14 +215,12 @@ class PolicyRule:
     users: tuple[str, ...]
     """User names; `*` means all users."""
     verbs: tuple[str, ...] = JOB_VERBS
-    """Allowed verbs."""
     any_owner: bool = False
     """Valid for other users' jobs too."""
     max_gpus: int | None = None
     """Limit on the GPUs of all jobs of one user that have not ended; None: no limit."""
 
     def applies_to(self, requester: str, verb: str) -> bool:
-        """Return whether the rule allows the verb to the requester."""
         return verb in self.verbs and (requester in self.users or ALL_USERS in self.users)
 
 
@@ -317,10 +296,7 @@ def _policy_problems(entry: PolicyEntry) -> Iterator[InputProblem]:
 def apply_verb(verb: str, job: Job, now: float) -> DesiredJobState:
     """Return the job's desired state after the verb.
 
-    Args:
-        verb: One of `VERB_NAMES`.
-        job: As it was saved last.
-        now: Seconds on the clock of the job.
+    `verb`: one of `VERB_NAMES`.
 
     Raises:
         JobError: The verb has no meaning in the job's state; the text names a verb that has.
@@ -377,4 +353,4 @@ def _refuse_if_deleting(verb: str, job: Job) -> None:
 
 def _verb_error(verb: str, job: Job, expected: str, do: str) -> JobError:
     state = JobState.DELETING if job.desired.delete else job.record.state
-    return JobError(explain(f"{verb} of job {job.request.name}", got=str(state), expected=expected, do=do))
+    return JobError(f"{verb} of job {job.request.name}", got=str(state), expected=expected, do=do)

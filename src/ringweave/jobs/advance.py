@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ringweave.files.problems import shorten_names
 from ringweave.jobs import failures
 from ringweave.jobs.records import (
+    MAX_HISTORY,
     AttemptEnd,
     EndCause,
     GroupPhase,
@@ -29,10 +30,7 @@ GroupsByAttempt = dict[tuple[int, int], ObservedGroup]
 def advance_record(job: Job, observed: ObservedJobState, now: float) -> JobRecord:
     """Return the record after this observation.
 
-    Args:
-        job: The job with the record as it was saved last.
-        observed: Observation of the platform, made after the record was read.
-        now: Seconds on the clock of `created_s` and of the groups' `ended_s`.
+    `observed`: observation of the platform, made after the record was read.
     """
     groups = {(group.node, group.attempt): group for group in observed.groups}
     record = _update_progress(job, groups)
@@ -48,12 +46,7 @@ def advance_record(job: Job, observed: ObservedJobState, now: float) -> JobRecor
 
 
 def record_after_preemption(record: JobRecord, cause: str) -> JobRecord:
-    """Return the record of a job whose platform preempted all groups at once and allocated again: an uncharged round.
-
-    Args:
-        record: As saved last.
-        cause: Text for people.
-    """
+    """Return the record after the platform has preempted all groups at once and allocated again: an uncharged round."""
     if record.outcome is not None:
         return record
     return _start_next_round(record, cause)
@@ -82,7 +75,6 @@ def should_run(job: Job, record: JobRecord) -> bool:
 
 
 def _update_progress(job: Job, groups: GroupsByAttempt) -> JobRecord:
-    """Mark attempts as seen and update the progress of their groups."""
     nodes = list(job.record.nodes)
     for node in job.used_nodes:
         known = nodes[node]
@@ -153,15 +145,7 @@ def _stop_job(job: Job, record: JobRecord, now: float) -> JobRecord:
 
 
 def fail_after_preemptions(job: Job, record: JobRecord, cause: str, count: int, now: float) -> JobRecord:
-    """Return the record of a job that failed because its platform preempted it too often in a row.
-
-    Args:
-        job: The job.
-        record: As saved last.
-        cause: Text for people.
-        count: Preemptions in a row.
-        now: Seconds on the clock of the job.
-    """
+    """Return the record of a job that failed because its platform preempted it too often in a row."""
     if record.outcome is not None:
         return record
     why = make_reason("Preempted", job=job.request.name, count=count, detail=cause)
@@ -336,7 +320,7 @@ def _start_next_attempts(job: Job, record: JobRecord, groups: GroupsByAttempt) -
     for node in job.used_nodes:
         known = nodes[node]
         if known.ended is not None and not known.is_excluded and (node, known.attempt) not in groups:
-            history = (*known.history, known.ended)
+            history = (*known.history, known.ended)[-MAX_HISTORY:]
             nodes[node] = replace(known, attempt=known.attempt + 1, seen=False, ended=None, history=history)
     return replace(record, nodes=tuple(nodes))
 
@@ -360,7 +344,6 @@ class _StatusContext:
     groups: Mapping[tuple[int, int], ObservedGroup]
 
     def current_group(self, node: int) -> ObservedGroup | None:
-        """Return the group of the node's current attempt."""
         return self.groups.get((node, self.record.nodes[node].attempt))
 
     def is_at_barrier(self, node: int) -> bool:
@@ -392,12 +375,7 @@ def failed_reason(code: str, job: Job, nodes: tuple[int, ...], ends: Mapping[int
 
 
 def finished_without_reason(job: Job, abandoned: Mapping[int, str]) -> Reason:
-    """Return the reason of a job that has succeeded without hanging nodes.
-
-    Args:
-        job: The job.
-        abandoned: Node -> text about it.
-    """
+    """Return the reason of a job that has succeeded without hanging nodes. `abandoned`: node -> text about it."""
     nodes = sorted(abandoned)
     words = {"job": job.request.name, "nodes": _format_nodes(job, nodes), "node": job.node_name(nodes[0])}
     return make_reason("CompletedWithoutNodes", **words, detail=abandoned[nodes[0]])

@@ -37,7 +37,6 @@ class HangRule:
     limit_s: float
     """Seconds after which the node counts as lost."""
     text: str
-    """Text of the failure."""
 
 
 EVICTED_HANG = HangRule(

@@ -1,6 +1,6 @@
 """Training modes: the names that users type, and the mode that `auto` stands for."""
 
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.files.problems import suggest_closest
 from ringweave.jobs.request import ELASTIC_SERVER_MODES, SERVER_MODES
 from ringweave.jobs.request import MODES as NAMES
@@ -17,7 +17,7 @@ def check_mode(name: str, where: str = "") -> str:
     if name in NAMES:
         return name
     fix = suggest_closest(name, NAMES) or "Name one of them"
-    raise UsageError(explain("mode", got=name, expected=f"one of {', '.join(NAMES)}", do=fix, where=where))
+    raise UsageError("mode", got=name, expected=f"one of {', '.join(NAMES)}", do=fix, where=where)
 
 
 def has_server(name: str | None, *, is_elastic: bool) -> bool:

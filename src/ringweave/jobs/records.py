@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 from pydantic import TypeAdapter
 
-from ringweave.errors import JobError, explain
+from ringweave.errors import JobError
 from ringweave.files import file_io
 from ringweave.jobs import worker_options
 from ringweave.jobs.request import ELASTIC_SERVER_MODES, JobRequest
@@ -80,13 +80,11 @@ class ObservedGroup:
     """Observed worker group: the workers of one node in one attempt."""
 
     node: int
-    """Index of the node in the request."""
     attempt: int
     """Number from 1; unique on the platform together with the node."""
     round: int
     """Round of the barrier that the group waits for, or has passed."""
     phase: GroupPhase
-    """Phase of the group."""
     requested_round: int = 0
     """Round that the group was last told to join, if the platform knows; the group may not have heard of it yet."""
     cause: EndCause | None = None
@@ -106,7 +104,6 @@ class ObservedGroup:
     iterations: int | None = None
     """Training steps done."""
     last_loss: float | None = None
-    """Last reported loss."""
     generation: tuple[int, int] = (0, 0)
     """Newest known membership generation (term, number) of an elastic job; zeros if none is known."""
     members: tuple[str, ...] = ()
@@ -156,9 +153,7 @@ class AttemptEnd:
     """End of an attempt."""
 
     attempt: int
-    """Number of the attempt."""
     cause: EndCause
-    """Cause of the end."""
     charged: bool
     """The end counts against the node's retries."""
     text: str
@@ -184,17 +179,15 @@ class NodeRecord:
     is_abandoned: bool = False
     """The node hung when the other nodes had finished, and the job has succeeded without it."""
     state: NodeState = NodeState.WAITING
-    """State for people."""
     reason: Reason | None = None
     """Reason for not running; None only while the node runs."""
     iterations: int | None = None
     """Train steps done, as last reported."""
     last_loss: float | None = None
-    """Last reported loss."""
     suspected_since_s: float | None = None
     """Time since which the node is suspected to hang; None if it is not suspected."""
     history: tuple[AttemptEnd, ...] = ()
-    """Ends of earlier attempts, oldest first."""
+    """Ends of the newest earlier attempts, oldest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,7 +218,6 @@ class JobRecord:
     """Record of a job."""
 
     state: JobState
-    """State for people."""
     since_s: float
     """Time of the last change of state."""
     nodes: tuple[NodeRecord, ...]
@@ -245,7 +237,6 @@ class JobRecord:
     outcome: JobState | None = None
     """SUCCEEDED, FAILED or STOPPED once decided."""
     outcome_reason: Reason | None = None
-    """Reason for the outcome."""
     ended_s: float | None = None
     """Time of the decision on the outcome; the TTL counts from here."""
     deleting: bool = False
@@ -271,7 +262,6 @@ class Job:
     """Admitted job."""
 
     request: JobRequest
-    """The request."""
     requester: str
     """The user that the platform reports."""
     created_s: float
@@ -279,7 +269,6 @@ class Job:
     counts: tuple[int, ...]
     """Workers of each node, in the order of the request; 0 if the split does not use the node."""
     desired: DesiredJobState
-    """Current desired state."""
     record: JobRecord
     """Last saved record."""
 
@@ -333,7 +322,7 @@ def check_format(text: str | bytes, what: str, where: str = "") -> None:
     if found != RECORD_FORMAT:
         do = "Delete the job with the ringweave that made it, then submit it again"
         expected = f"format {RECORD_FORMAT}"
-        raise JobError(explain(what, got=f"format {found}", expected=expected, do=do, where=where))
+        raise JobError(what, got=f"format {found}", expected=expected, do=do, where=where)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -374,6 +363,8 @@ class JsonForm(Generic[T]):
 RECORD_JSON = JsonForm(JobRecord, saved_as="record of the job")
 
 
+MAX_HISTORY = 100
+"""Ends of earlier attempts of a node that its record keeps."""
 MAX_EVENTS = 1000
 """Newest events of a job that its platform keeps."""
 

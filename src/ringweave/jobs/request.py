@@ -135,7 +135,6 @@ class JobRequest:
     lab: str | None = None
     """Running lab of this machine whose nodes the job uses; None if nodes are only worker groups."""
     mode: str = "auto"
-    """Training mode."""
     schedule: str | None = None
     """Schedule of all allreduces from 64 KiB up; None leaves the choice to the planner."""
     tuning: bool | None = None
@@ -173,13 +172,11 @@ class JobRequest:
 
     @property
     def split(self) -> WorkerSplit:
-        """The workers split over the nodes."""
         capacities = [node.capacity for node in self.nodes]
         return split.split_workers(self.num_workers, capacities, min_per_node=self.min_per_node)
 
     @property
     def worker_options(self) -> WorkerOptions:
-        """The options of its workers."""
         values = {name: getattr(self, name) for name in worker_options.OPTION_NAMES}
         return WorkerOptions(**values | {"order": worker_options.parse_rank_order(self.order)})
 
@@ -436,15 +433,12 @@ class JobFlag:
     name: str
     """Flag as typed, for errors: `--gpus`."""
     value: Any
-    """Value in the form of the file."""
 
 
 def load_request(path: str | os.PathLike[str], flags: Mapping[str, JobFlag] | None = None) -> JobRequest:
     """Read the request in a file, with flags over it.
 
-    Args:
-        path: The job file.
-        flags: Key of the file -> flag typed for it.
+    `flags`: key of the file -> flag typed for it.
 
     Raises:
         JobError: File or flags are invalid; the text names places and fixes, on one screen.
@@ -520,7 +514,6 @@ def _elastic_to_yaml(elastic: ElasticRequest) -> "CommentedMap":
 
 
 def _to_flow_map(content: Mapping[str, Any]) -> "CommentedMap":
-    """Return the map in flow style, on one line."""
     from ruamel.yaml.comments import CommentedMap  # most commands write no YAML
 
     entry = CommentedMap(content)

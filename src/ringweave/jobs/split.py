@@ -37,7 +37,6 @@ class WorkerSplit:
 
     @property
     def num_nodes(self) -> int:
-        """Return the number of used nodes."""
         return sum(1 for count in self.counts or () if count)
 
     def __str__(self) -> str:
@@ -63,11 +62,6 @@ def split_workers(total: int, capacities: Sequence[int], *, min_per_node: int = 
 
     Nodes with a capacity below the minimum are left out. The k largest others are used (ties by order), where k is the
     smallest sufficient number. They are filled in node order, leaving the minimum for each later node.
-
-    Args:
-        total: GPUs, or CPU workers, in all.
-        capacities: Capacity of each node, in node order.
-        min_per_node: Minimum number of workers on a used node.
 
     Returns:
         The counts, or the nearest totals that can be split.
@@ -115,18 +109,16 @@ def _fill_nodes(total: int, capacities: Sequence[int], chosen: Sequence[int], mi
 
 def _check_numbers(total: int, capacities: Sequence[int], min_per_node: int) -> None:
     if not _is_count(total, 1):
-        raise JobError(explain("total", got=total, expected="a whole number of at least 1", do="Ask for some GPUs"))
+        raise JobError("total", got=total, expected="a whole number of at least 1", do="Ask for some GPUs")
     if not _is_count(min_per_node, 1):
         do = f"Leave it out for {MIN_PER_NODE}"
-        raise JobError(explain("minimum per node", got=min_per_node, expected="a whole number of at least 1", do=do))
+        raise JobError("minimum per node", got=min_per_node, expected="a whole number of at least 1", do=do)
     if not capacities:
-        raise JobError(explain("capacities", got=(), expected="at least one node", do="Give the capacity of each node"))
+        raise JobError("capacities", got=(), expected="at least one node", do="Give the capacity of each node")
     for node, capacity in enumerate(capacities):
         if not _is_count(capacity, 0):
             do = "Write 0 for a node without workers"
-            raise JobError(
-                explain(f"capacity of node {node}", got=capacity, expected="a whole number of at least 0", do=do)
-            )
+            raise JobError(f"capacity of node {node}", got=capacity, expected="a whole number of at least 0", do=do)
 
 
 def _is_count(value: object, least: int) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 
 Encrypt = Literal["auto", "on", "off"]
 Wire = Literal["exact", "bf16", "int8", "int4", "auto"]
@@ -43,16 +43,11 @@ def parse_rank_order(text: str) -> RankOrder:
     if text in ("block", "round-robin"):
         return RankOrder(kind=text)
     do = "Leave it out for block, which fits nearly all schedules"
-    raise UsageError(explain("--order", got=text, expected=ORDER_RULE, do=do))
+    raise UsageError("--order", got=text, expected=ORDER_RULE, do=do)
 
 
 def assign_ranks(counts: Sequence[int], order: RankOrder) -> list[tuple[int, int]]:
-    """Return (node index, local rank) of every global rank.
-
-    Args:
-        counts: Number of devices of each node.
-        order: Order in which the devices get ranks.
-    """
+    """Return (node index, local rank) of every global rank."""
     slots = [(node_index, local_rank) for node_index, count in enumerate(counts) for local_rank in range(count)]
     if order.kind == "round-robin":
         slots.sort(key=lambda place: (place[1], place[0]))
@@ -64,9 +59,7 @@ def assign_ranks(counts: Sequence[int], order: RankOrder) -> list[tuple[int, int
 def ranks_by_node(counts: Sequence[int], order: RankOrder) -> list[list[int]]:
     """Return the global ranks of each node, ascending.
 
-    Args:
-        counts: Number of devices of each node; a node with 0 changes no rank of the others.
-        order: Order in which the devices get ranks.
+    `counts`: number of devices of each node; a node with 0 changes no rank of the others.
     """
     ranks: list[list[int]] = [[] for _ in counts]
     for global_rank, (node_index, _) in enumerate(assign_ranks(counts, order)):
@@ -101,7 +94,6 @@ class WorkerOptions:
         return self.encrypt == "on" or (self.encrypt == "auto" and between_hosts)
 
     def apply_to(self, environment: WorkerEnvironment) -> WorkerEnvironment:
-        """Return a worker's environment with these options."""
         return replace(environment, **self.to_fields("order", "encrypt"))
 
     def to_fields(self, *left_out: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ringweave import topology
-from ringweave.errors import LabError, UsageError, explain
+from ringweave.errors import LabError, UsageError
 from ringweave.lab import cpu_quotas, lab_layout, lab_processes, lab_state, tools
 from ringweave.lab.cpu_quotas import CpuQuotas, QuotaMode
 from ringweave.lab.lab_layout import NAME_PREFIX, CablePort, LabLayout
@@ -171,12 +171,10 @@ def make_lab(cluster: Cluster, name: str, mode: QuotaMode, progress: ProgressCal
     with lab_state.hold_lock(name) as lock:
         if is_record_up(lab_state.read_record(name)):
             raise LabError(
-                explain(
-                    "name of the lab",
-                    got=name,
-                    expected="one that no lab has",
-                    do=f"Take that one down first: ringweave lab down --lab {name}, or give another --name",
-                )
+                "name of the lab",
+                got=name,
+                expected="one that no lab has",
+                do=f"Take that one down first: ringweave lab down --lab {name}, or give another --name",
             )
         if _has_remains(name):
             progress("clearing away what an earlier attempt has left")
@@ -231,12 +229,10 @@ def check_lab_name(name: str) -> None:
     """
     if next(cluster.plain_name_problems((), "name", name), None):
         raise UsageError(
-            explain(
-                "name of the lab",
-                got=name,
-                expected="at most 63 letters, digits, dots, hyphens and underscores, beginning with a letter or digit",
-                do="Give another --name",
-            )
+            "name of the lab",
+            got=name,
+            expected="at most 63 letters, digits, dots, hyphens and underscores, beginning with a letter or digit",
+            do="Give another --name",
         )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ringweave.errors import ClusterError, LabError, explain
+from ringweave.errors import ClusterError, LabError
 from ringweave.lab.lab_layout import NAME_PREFIX
 from ringweave.topology import Cluster, cgroups
 
@@ -35,10 +35,7 @@ def choose_quotas(cluster: Cluster, mode: QuotaMode, num_cpus: int) -> CpuQuotas
 
     The fastest device gets at most one CPU, so that the proportions also hold for programs of one thread.
 
-    Args:
-        cluster: The cluster, with its device speeds.
-        mode: `auto` gives quotas only if the speeds differ.
-        num_cpus: CPUs of this machine.
+    `mode`: `auto` gives quotas only if the speeds differ.
 
     Raises:
         ClusterError: A device would get less than Linux can limit to.
@@ -49,13 +46,11 @@ def choose_quotas(cluster: Cluster, mode: QuotaMode, num_cpus: int) -> CpuQuotas
     us_per_speed = min(QUOTA_PERIOD_US / max(speeds), DEVICE_CPU_FRACTION * num_cpus * QUOTA_PERIOD_US / sum(speeds))
     if min(speeds) * us_per_speed < MIN_QUOTA_US:
         raise ClusterError(
-            explain(
-                f"speed of the slowest device of cluster {cluster.name}",
-                got=min(speeds),
-                expected=f"at least {MIN_QUOTA_US / us_per_speed:.3g}, so that it gets 1 ms of every 40 ms of CPU time "
-                f"({num_cpus} CPUs for {len(speeds)} devices)",
-                do="Use fewer devices or speeds closer to each other, or bring the lab up with --quotas never",
-            )
+            f"speed of the slowest device of cluster {cluster.name}",
+            got=min(speeds),
+            expected=f"at least {MIN_QUOTA_US / us_per_speed:.3g}, so that it gets 1 ms of every 40 ms of CPU time "
+            f"({num_cpus} CPUs for {len(speeds)} devices)",
+            do="Use fewer devices or speeds closer to each other, or bring the lab up with --quotas never",
         )
     return {node.name: tuple(int(d.speed * us_per_speed) for d in node.devices) for node in cluster.nodes}
 
@@ -124,14 +119,12 @@ def make_groups(hierarchy: CgroupHierarchy, lab: str, quotas: CpuQuotas) -> None
                 _make_device_group(hierarchy, hierarchy.device_folder(lab, node, device), quota_us)
     except OSError as error:
         raise LabError(
-            explain(
-                f"CPU quotas by cgroup v{hierarchy.version}",
-                got=error.strerror,
-                expected="control groups that can be made and limited",
-                do="Run as root, in a container with --privileged or --cgroupns=host; or bring the lab up with "
-                "--quotas never",
-                where=str(error.filename),
-            )
+            f"CPU quotas by cgroup v{hierarchy.version}",
+            got=error.strerror,
+            expected="control groups that can be made and limited",
+            do="Run as root, in a container with --privileged or --cgroupns=host; or bring the lab up with "
+            "--quotas never",
+            where=str(error.filename),
         ) from error
 
 
@@ -146,7 +139,7 @@ def change_quota(group: Path, quota_us: int, hierarchy: CgroupHierarchy) -> None
     except OSError as error:
         what, do = f"CPU quota of {group.name}", "Give at least 1 ms of each 40 ms, and see whether the lab is still up"
         raise LabError(
-            explain(what, got=quota_us, expected="microseconds that the kernel takes", do=do, where=str(group))
+            what, got=quota_us, expected="microseconds that the kernel takes", do=do, where=str(group)
         ) from error
 
 

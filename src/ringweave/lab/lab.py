@@ -40,7 +40,7 @@ def check_direction(direction: str) -> None:
     """
     if direction not in CUT_DIRECTIONS:
         raise UsageError(
-            explain("way of a cut", got=direction, expected=", ".join(CUT_DIRECTIONS), do="Say it from the node's side")
+            "way of a cut", got=direction, expected=", ".join(CUT_DIRECTIONS), do="Say it from the node's side"
         )
 
 
@@ -206,10 +206,7 @@ class Lab:
     def set_quota(self, node: str, device: int, quota_us: int) -> None:
         """Change a device's CPU quota while programs run on it.
 
-        Args:
-            node: Name of the node.
-            device: Index of its device.
-            quota_us: Microseconds of each 40 ms, at least 1000.
+        `quota_us`: microseconds of each 40 ms, at least 1000.
 
         Raises:
             ClusterError: There is no such node.
@@ -271,10 +268,8 @@ class Lab:
     def cut(self, node: str, direction: str = BOTH) -> None:
         """Cut a node off from the network silently, as when a switch fails: packets vanish without errors.
 
-        Args:
-            node: Name of the node.
-            direction: `in`: the node receives nothing. `out`: nothing that it sends arrives. `both`. It replaces an
-                earlier cut of the node.
+        `direction`: `in`: the node receives nothing. `out`: nothing that it sends arrives. `both`. It replaces an
+        earlier cut of the node.
 
         Raises:
             ClusterError: There is no such node.
@@ -332,12 +327,10 @@ class Lab:
         names = [each.name for each in self.cluster.links()]
         if link not in names:
             raise ClusterError(
-                explain(
-                    f"link of lab {self.name}",
-                    got=link,
-                    expected=f"one of {shorten_names(names, len(names))}",
-                    do=suggest_closest(link, names) or "See ringweave lab status",
-                )
+                f"link of lab {self.name}",
+                got=link,
+                expected=f"one of {shorten_names(names, len(names))}",
+                do=suggest_closest(link, names) or "See ringweave lab status",
             )
 
 
@@ -421,13 +414,11 @@ def _read_queues(namespaces: set[str]) -> dict[tuple[str, str], dict[str, Any]]:
         output, error_output = outputs[name]
         if process.returncode != 0:
             raise LabError(
-                explain(
-                    "links of the lab",
-                    got=" ".join(error_output.decode(errors="replace").split()),
-                    expected="a lab that is still up",
-                    do="Look for it: ringweave lab status",
-                    where=name,
-                )
+                "links of the lab",
+                got=" ".join(error_output.decode(errors="replace").split()),
+                expected="a lab that is still up",
+                do="Look for it: ringweave lab status",
+                where=name,
             )
         queues |= {(name, entry["dev"]): entry for entry in json.loads(output) if entry.get("root")}
     return queues

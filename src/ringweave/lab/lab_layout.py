@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network, ip_address
 
-from ringweave.errors import ClusterError, explain
+from ringweave.errors import ClusterError
 from ringweave.topology import CORE, Cluster, Node, link_name
 from ringweave.units import format_rate
 
@@ -85,12 +85,10 @@ def _file_address(node: Node) -> IPv4Address:
         if address not in (network.network_address, network.broadcast_address):
             return address
     raise ClusterError(
-        explain(
-            f"address of node {node.name}",
-            got=node.address,
-            expected="an IPv4 address of one host, not loopback, when the cluster is brought up as a lab",
-            do="Leave the key out, and the lab assigns an address",
-        )
+        f"address of node {node.name}",
+        got=node.address,
+        expected="an IPv4 address of one host, not loopback, when the cluster is brought up as a lab",
+        do="Leave the key out, and the lab assigns an address",
     )
 
 
@@ -112,10 +110,8 @@ class CablePort:
     """One end of a cable: it sends on one link, and its queue limits that link."""
 
     namespace: str
-    """Name of the network namespace that it is in."""
     interface: str
     link: str
-    """Name of the link that it sends on."""
     rate_bytes_per_s: float
 
 
@@ -143,7 +139,6 @@ class LabLayout:
 
     @property
     def switch_namespace(self) -> str:
-        """Name of the namespace with all bridges."""
         return namespace_name(self.name, CORE)
 
     @property
@@ -194,12 +189,10 @@ def check_link_rate(what: str, rate_bytes_per_s: float) -> None:
     """
     if not MIN_RATE_BYTES_PER_S <= rate_bytes_per_s <= MAX_RATE_BYTES_PER_S:
         raise ClusterError(
-            explain(
-                what,
-                got=format_rate(rate_bytes_per_s),
-                expected=f"{format_rate(MIN_RATE_BYTES_PER_S)} to {format_rate(MAX_RATE_BYTES_PER_S)} in a lab",
-                do="Give it a rate that one machine can play",
-            )
+            what,
+            got=format_rate(rate_bytes_per_s),
+            expected=f"{format_rate(MIN_RATE_BYTES_PER_S)} to {format_rate(MAX_RATE_BYTES_PER_S)} in a lab",
+            do="Give it a rate that one machine can play",
         )
 
 
@@ -246,32 +239,26 @@ def _uplink_cables(cluster: Cluster, lab: str) -> Iterator[Cable]:
 def _check_cluster(cluster: Cluster) -> None:
     if cluster.num_nodes > MAX_NODES:
         raise ClusterError(
-            explain(
-                f"nodes of cluster {cluster.name}",
-                got=cluster.num_nodes,
-                expected=f"at most {MAX_NODES} in a lab",
-                do="Bring up a smaller cluster; a large one can be simulated",
-            )
+            f"nodes of cluster {cluster.name}",
+            got=cluster.num_nodes,
+            expected=f"at most {MAX_NODES} in a lab",
+            do="Bring up a smaller cluster; a large one can be simulated",
         )
     num_cables = sum(len(node.nics) for node in cluster.nodes) + len(cluster.switches)
     if num_cables > MAX_CABLES:
         raise ClusterError(
-            explain(
-                f"NICs and uplinks of cluster {cluster.name}",
-                got=num_cables,
-                expected=f"at most {MAX_CABLES} in a lab",
-                do="Bring up a smaller cluster; a large one can be simulated",
-            )
+            f"NICs and uplinks of cluster {cluster.name}",
+            got=num_cables,
+            expected=f"at most {MAX_CABLES} in a lab",
+            do="Bring up a smaller cluster; a large one can be simulated",
         )
     for node in cluster.nodes:
         if len(node.name) > MAX_HOST_NAME:
             raise ClusterError(
-                explain(
-                    "name of a node",
-                    got=node.name,
-                    expected=f"at most {MAX_HOST_NAME} characters, as it becomes a host name in the lab",
-                    do="Shorten it",
-                )
+                "name of a node",
+                got=node.name,
+                expected=f"at most {MAX_HOST_NAME} characters, as it becomes a host name in the lab",
+                do="Shorten it",
             )
         for nic in node.nics:
             check_link_rate(f"rate of NIC {nic.name} of node {node.name}", nic.rate_bytes_per_s)

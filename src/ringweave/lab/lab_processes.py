@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from ringweave.errors import LabError, explain
+from ringweave.errors import LabError
 
 NamespaceId = tuple[int, int]
 """Device and inode of a namespace, from stat(2)."""
@@ -42,10 +42,6 @@ def command_line(pid: int) -> str:
 def end_processes(namespaces: Collection[NamespaceId], *, other_pids: Callable[[], Collection[int]] = tuple) -> None:
     """End all processes in these namespaces: SIGTERM, then SIGKILL.
 
-    Args:
-        namespaces: Processes in any of them are ended.
-        other_pids: Returns the ids of further processes to end, as of now.
-
     Raises:
         LabError: Some processes do not end.
     """
@@ -54,12 +50,10 @@ def end_processes(namespaces: Collection[NamespaceId], *, other_pids: Callable[[
     while left := _signal_all(signal.SIGKILL, namespaces, other_pids, KILL_WAIT_S):  # again, as they may have forked
         if time.monotonic() > deadline:
             raise LabError(
-                explain(
-                    "processes of the lab",
-                    got=left,
-                    expected="them to end when killed",
-                    do="Look at them with ps; the kernel holds them",
-                )
+                "processes of the lab",
+                got=left,
+                expected="them to end when killed",
+                do="Look at them with ps; the kernel holds them",
             )
 
 

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ringweave.errors import LabError, UsageError, explain
+from ringweave.errors import LabError, UsageError
 from ringweave.files import file_io
 from ringweave.lab.cpu_quotas import MIN_QUOTA_US, CgroupHierarchy, CpuQuotas
 
@@ -84,7 +84,7 @@ def write_duty_cycle(name: str, node: str, device: int, quota_us: int) -> None:
     path = duty_cycle_folder(name) / device_file_name(node, device)
     what, do = f"CPU quota of {path.name}", "Give at least 1 ms of each 40 ms, and see whether the lab is still up"
     if quota_us < MIN_QUOTA_US or not path.exists():
-        raise LabError(explain(what, got=quota_us, expected="1000 microseconds or more", do=do, where=str(path)))
+        raise LabError(what, got=quota_us, expected="1000 microseconds or more", do=do, where=str(path))
     temporary = path.parents[1] / f".{path.name}"
     temporary.write_text(str(quota_us), encoding="ascii")
     temporary.replace(path)
@@ -151,9 +151,7 @@ def refuse_inside_node() -> None:
     marker = LAB_HOME / "inside"
     if marker.exists():
         node = marker.read_text(encoding="utf-8").strip()
-        raise UsageError(
-            explain("lab", got=f"inside of node {node}", expected="the machine itself", do="Leave the node first")
-        )
+        raise UsageError("lab", got=f"inside of node {node}", expected="the machine itself", do="Leave the node first")
 
 
 @contextmanager
@@ -169,13 +167,11 @@ def hold_lock(name: str, wait_s: float = LOCK_WAIT_S) -> Iterator[int]:
     while (descriptor := _try_lock(path)) is None:
         if time.monotonic() >= deadline:
             raise LabError(
-                explain(
-                    "lab",
-                    got=name,
-                    expected=f"one that no other command works on for {wait_s:g} s",
-                    do="Wait for that command, or end it",
-                    where=str(path),
-                )
+                "lab",
+                got=name,
+                expected=f"one that no other command works on for {wait_s:g} s",
+                do="Wait for that command, or end it",
+                where=str(path),
             )
         time.sleep(0.02)
     try:

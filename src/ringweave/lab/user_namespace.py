@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ringweave.errors import LabError, explain
+from ringweave.errors import LabError
 from ringweave.lab import bring_up, lab_processes, lab_state, tools
 from ringweave.lab.cpu_quotas import QUOTA_PERIOD_US
 from ringweave.lab.lab_processes import NamespaceId
@@ -127,9 +127,6 @@ class Throttle:
 
     def step(self, num_periods: int) -> float:
         """Charge all devices, stop those that have spent their quota, and begin periods; return the least balance.
-
-        Args:
-            num_periods: Periods that have begun since the last call.
 
         Returns:
             Seconds of processor time that the device nearest to its limit has left.
@@ -351,11 +348,7 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
 
 
 def _connect() -> socket.socket | None:
-    """Return a connection to the user's pause process; None if there is none, or if it is about to end.
-
-    Raises:
-        LabError: A process of another user listens there.
-    """
+    """Return a connection to the user's pause process; None if there is none, or if it is about to end."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(_address(os.getuid()))
@@ -363,7 +356,7 @@ def _connect() -> socket.socket | None:
         if uid != os.getuid():
             what, expected = "pause process of labs", f"one of user {os.getuid()}"
             do = "Ask that user to end it, or put sudo in front"
-            raise LabError(explain(what, got=f"process {pid} of user {uid}", expected=expected, do=do))
+            raise LabError(what, got=f"process {pid} of user {uid}", expected=expected, do=do)
         connection.settimeout(_START_TIMEOUT_S)
         if connection.recv(1) == _GREETING:
             connection.settimeout(None)
@@ -375,11 +368,7 @@ def _connect() -> socket.socket | None:
 
 
 def _start_pause_process() -> socket.socket:
-    """Start the pause process, and return a connection to it.
-
-    Raises:
-        LabError: It does not start.
-    """
+    """Start the pause process, and return a connection to it."""
     unshare = [tools.find_program("unshare") or "unshare", "--user", "--map-root-user", "--mount"]
     shell = ["--propagation", "slave", "sh", "-c", _RUN_FOLDER_SCRIPT, "rw-pause"]
     command = [*unshare, *shell, sys.executable, "-P", "-m", __name__, str(os.getuid())]
@@ -401,7 +390,7 @@ def _start_pause_process() -> socket.socket:
             said = (process.communicate()[1] or b"").decode(errors="replace")
             do = "See what the kernel says (dmesg), or put sudo in front"
             got = " ".join(said.split()) or f"nothing in {_START_TIMEOUT_S:g} s"
-            raise LabError(explain("pause process of labs", got=got, expected="one that starts", do=do))
+            raise LabError("pause process of labs", got=got, expected="one that starts", do=do)
         time.sleep(_RETRY_S)
     return connection
 
@@ -437,10 +426,7 @@ def _has_labs() -> bool:
 def serve(listener: socket.socket, *, has_labs: Callable[[], bool], on_check: Callable[[], object]) -> None:
     """Count the commands that are inside; return when none is, and there is no lab.
 
-    Args:
-        listener: Accepts a connection of each command.
-        has_labs: Returns whether a lab is up.
-        on_check: Called several times a second.
+    `on_check`: called several times a second.
     """
     until_s, num_inside = time.monotonic() + _IDLE_S, 0
     with selectors.DefaultSelector() as selector:

@@ -13,27 +13,19 @@ from typing import Any, TextIO
 
 from ringweave import environment, telemetry
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.jobs import worker_options
 from ringweave.jobs.request import ELASTIC_SERVER_MODES, MODES, SERVER_MODES
 from ringweave.jobs.worker_options import DEFAULT_OPTIONS, WorkerOptions
 from ringweave.lab import cpu_quotas
-from ringweave.launcher import entry, outcome, run_dir
+from ringweave.launcher import entry, outcome, run_dir, supervise
 from ringweave.launcher.node_context import HostContext, NodeContext
 from ringweave.launcher.outcome import RunRecorder
 from ringweave.launcher.output import OutputConsole, write_message, write_notice
-from ringweave.launcher.restarts import RunRestartPolicy
+from ringweave.launcher.restarts import EARLY_S, MAX_OWN_FAILURES, RestartPolicy
 from ringweave.launcher.run_dir import RunDir, path_from_here
 from ringweave.launcher.scale_requests import ScaleLimits, ScaleRequests
 from ringweave.launcher.services import CoordinatorProcesses, JobServer, run_coordinators
-from ringweave.launcher.supervise import (
-    ElasticRules,
-    NodePlan,
-    NodeSetup,
-    collect_interrupts,
-    start_node,
-    with_member_name,
-)
 from ringweave.launcher.workers import (
     WorkerGroup,
     WorkerProgram,
@@ -80,7 +72,7 @@ class RunOptions:
         bounds = settings.parse_bounds(self.elastic)
         if not bounds.min_members <= num_workers <= bounds.max_members:
             do, expected = "Give bounds that include the number of workers", f"MIN <= {num_workers} workers <= MAX"
-            raise UsageError(explain("--elastic", got=self.elastic, expected=expected, do=do))
+            raise UsageError("--elastic", got=self.elastic, expected=expected, do=do)
         return bounds
 
     def resolve_run_dir(self) -> RunDir:
@@ -131,20 +123,27 @@ def run_here(request: RunRequest, *, environ: Mapping[str, str], stdout: TextIO,
         The result of the run. No process of the run is left then.
     """
     output = OutputConsole({"stdout": stdout.buffer, "stderr": stderr.buffer}, environ)  # type: ignore[attr-defined]
-    with run_dir.hold_run_dir(request.run_dir), collect_interrupts() as interrupts:
-        attempts = RunRestartPolicy()
+    with run_dir.hold_run_dir(request.run_dir), supervise.collect_interrupts() as interrupts:
+        attempts = RestartPolicy()
         while True:
             started_s = time.monotonic()
             result, had_members = _run_attempt(request, environ, output, stderr, interrupts)
             first = outcome.first_cause(result.deaths)
             if request.elastic is None or result.outcome != "failed" or first is None or had_members:
                 return result
-            stop_reason = attempts.stop_reason(first, time.monotonic() - started_s)
-            if stop_reason:
-                write_notice(f"no restart: {stop_reason}", stderr)
+            now_s = time.monotonic()
+            attempts.record_end(now_s - started_s, now_s, is_own_failure=first.exit.signal_name is None)
+            if attempts.has_given_up:
+                write_notice(f"no restart: {_stop_reason(attempts)}", stderr)
                 return result
             why = "no worker had called ringweave.prepare"
             write_notice(f"{why}, so all workers restart, from their last checkpoint if there is one", stderr)
+
+
+def _stop_reason(attempts: RestartPolicy) -> str:
+    if attempts.num_own_failures >= MAX_OWN_FAILURES:
+        return f"{attempts.num_own_failures} attempts in a row ended with an exception of the script"
+    return f"{attempts.num_failed_starts} attempts in a row ended within {EARLY_S:g} s each"
 
 
 def _run_attempt(
@@ -171,7 +170,7 @@ def _run_attempt(
     services = [each for each in (server, coordinators) if each is not None]
     needs_credentials = bool(services) or request.options.worker_options.encrypts(between_hosts=False)
     server_record = {"server": {"node": server.node, "address": server.address} if server else None}
-    setup = NodeSetup(
+    setup = supervise.NodeSetup(
         program=request.options.program,
         run_dir=request.run_dir,
         record=_initial_record(request, group, attempt) | server_record,
@@ -183,9 +182,9 @@ def _run_attempt(
         num_spares=request.options.num_spares,
     )
     elastic = _elastic_rules(request, setup, group, environ, coordinators, authority)
-    plan = NodePlan(group=group, environ=environ, services=services, elastic=elastic)
+    plan = supervise.NodePlan(group=group, environ=environ, services=services, elastic=elastic)
     _announce(request, group, attempt, stderr)
-    workers, recorder = start_node(plan, setup, interrupts)
+    workers, recorder = supervise.start_node(plan, setup, interrupts)
     result = outcome.conclude_run(workers.wait(), interrupts)
     wall_s = _close_record(recorder, result, time.monotonic() - started_s, stderr)
     events = telemetry.read_last_attempt(request.run_dir.events)
@@ -217,12 +216,12 @@ def _close_record(recorder: RunRecorder, result: outcome.RunResult, wall_s: floa
 
 def _elastic_rules(
     request: RunRequest,
-    setup: NodeSetup,
+    setup: supervise.NodeSetup,
     group: WorkerGroup,
     environ: Mapping[str, str],
     coordinators: CoordinatorProcesses | None,
     authority: CertificateAuthority,
-) -> ElasticRules | None:
+) -> supervise.ElasticRules | None:
     """Return the rules of an elastic run; None of any other."""
     if request.elastic is None or coordinators is None:
         return None
@@ -293,7 +292,7 @@ def _build_group(
     )
     if coordinators is None:
         return group
-    return replace(group, workers=tuple(with_member_name(each, 0) for each in group.workers))
+    return replace(group, workers=tuple(supervise.with_member_name(each, 0) for each in group.workers))
 
 
 def _initial_record(request: RunRequest, group: WorkerGroup, attempt: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ringweave import ports
 from ringweave.environment import FINDINGS
-from ringweave.errors import LaunchError, explain
+from ringweave.errors import LaunchError
 from ringweave.lab import Lab
 from ringweave.launcher.workers import HostPort, WorkerSpec
 from ringweave.ports import PortRange
@@ -179,7 +179,7 @@ class LabContext(NodeContext):
         except subprocess.TimeoutExpired as error:
             do = "Check that the lab is still up, and the load of this machine"
             got = f"nothing in {_FREE_PORT_TIMEOUT_S} s"
-            raise LaunchError(explain(f"port on node {node}", got=got, expected="a free one", do=do)) from error
+            raise LaunchError(f"port on node {node}", got=got, expected="a free one", do=do) from error
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
             raise LaunchError(f"port on node {node}: {last}, expected a free one. Check that the lab is still up.")

@@ -229,10 +229,7 @@ def conclude_run(failures: Sequence[WorkerFailure], interrupts: Sequence[signal.
 def run_failure_text(result: RunResult, *, wall_s: float, log_pattern: str) -> str:
     """Return the report for a user, first cause on top; empty if the run succeeded.
 
-    Args:
-        result: Result of the run.
-        wall_s: Duration of the run.
-        log_pattern: Path of a log file, with `{rank}` in place of the rank.
+    `log_pattern`: path of a log file, with `{rank}` in place of the rank.
     """
     if result.outcome == "done":
         return ""

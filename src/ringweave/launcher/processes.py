@@ -22,17 +22,9 @@ from ringweave import environment
 from ringweave.errors import LaunchError
 from ringweave.files import rotation
 from ringweave.files.rotation import LogLimits
-from ringweave.launcher import bootstrap, guard, spares
+from ringweave.launcher import bootstrap, guard, spares, workers
 from ringweave.launcher.output import OutputConsole, OutputStream, WorkerLog, WorkerStream
 from ringweave.launcher.spares import ForkedProcess, Spare, SparePool, SpareRules
-from ringweave.launcher.workers import (
-    USER_CONTROLLED_VARIABLES,
-    WorkerExit,
-    WorkerGroup,
-    WorkerProgram,
-    WorkerSpec,
-    WorkerState,
-)
 
 PR_SET_CHILD_SUBREAPER = 36
 LEFTOVER_POLL_S = 0.05
@@ -244,8 +236,8 @@ class LocalLauncher:
         console: OutputConsole,
         environ: Mapping[str, str],
         clock: Callable[[], float] = time.monotonic,
-        wrap_command: Callable[[WorkerSpec, Sequence[str]], Sequence[str]] = lambda worker, argv: argv,
-        open_credentials: Callable[[WorkerSpec], int | None] = lambda worker: None,
+        wrap_command: Callable[[workers.WorkerSpec, Sequence[str]], Sequence[str]] = lambda worker, argv: argv,
+        open_credentials: Callable[[workers.WorkerSpec], int | None] = lambda worker: None,
         process_context: ProcessContext = ProcessContext(),
     ) -> None:
         """`open_credentials` opens a descriptor of a worker's credentials, which it inherits, or returns None.
@@ -257,7 +249,7 @@ class LocalLauncher:
         self._log_paths, self._console, self._environ, self._clock = log_paths, console, environ, clock
         self._wrap_command = wrap_command
         self._processes: dict[int, _WorkerProcess] = {}
-        self._exits: dict[int, WorkerExit] = {}
+        self._exits: dict[int, workers.WorkerExit] = {}
         self._is_stopping = False
         self._output_reader = OutputReader()
         self._output_ends: dict[int, list[threading.Event]] = {}
@@ -266,10 +258,10 @@ class LocalLauncher:
         self._earlier_processes = descendants()
         self._guard: subprocess.Popen[bytes] | None = None
         self._spare_rules: SpareRules | None = None
-        self._spare_program: WorkerProgram | None = None
+        self._spare_program: workers.WorkerProgram | None = None
         self._spares: SparePool | None = None
 
-    def keep_spares(self, program: WorkerProgram, rules: SpareRules) -> None:
+    def keep_spares(self, program: workers.WorkerProgram, rules: SpareRules) -> None:
         """Keep spares of this program by these rules, unless it is a command; called before `start`.
 
         The first one is a fork server, where workers gain from one.
@@ -302,7 +294,7 @@ class LocalLauncher:
             pids = ", ".join(str(process.pid) for process in left)
             raise LaunchError(f"processes {pids} do not end, even after SIGKILL. Look at them with ps. [launch/local]")
 
-    def start(self, group: WorkerGroup) -> None:
+    def start(self, group: workers.WorkerGroup) -> None:
         """Start all workers, possibly only those of one node, and begin to read their output.
 
         Raises:
@@ -318,7 +310,7 @@ class LocalLauncher:
             self._spares.close()
             self._spares = None
 
-    def _open_spares(self, group: WorkerGroup) -> None:
+    def _open_spares(self, group: workers.WorkerGroup) -> None:
         """Open the pool of spares if there is to be one; a fork server is ready then, or cannot be had."""
         rules, program = self._spare_rules, self._spare_program
         if rules is None or program is None:
@@ -333,7 +325,7 @@ class LocalLauncher:
         if forks:
             self._spares.wait_first()
 
-    def restart(self, worker: WorkerSpec, argv: tuple[str, ...]) -> Spare | None:
+    def restart(self, worker: workers.WorkerSpec, argv: tuple[str, ...]) -> Spare | None:
         """Start a further worker, or replace an ended one of the same rank, of which every process is killed.
 
         Returns:
@@ -348,6 +340,7 @@ class LocalLauncher:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(previous.pid, signal.SIGKILL)
             previous.wait()
+            self._write_to_guard(b"-%d\n" % previous.pid)
         spare = self._start_worker(worker, argv)
         self._exits.pop(worker.global_rank, None)
         return spare if self._spare_rules is not None and self._spare_rules.num_spares else None
@@ -356,7 +349,7 @@ class LocalLauncher:
         """Return the process id of a worker, which is also its process group and session."""
         return self._processes[global_rank].pid
 
-    def observe(self) -> Sequence[WorkerState]:
+    def observe(self) -> Sequence[workers.WorkerState]:
         """Return the current state of every worker, by global rank, without waiting; also keep the spares ready."""
         if self._spares is not None:
             self._spares.refill()
@@ -364,7 +357,7 @@ class LocalLauncher:
             if global_rank not in self._exits:
                 self._observe_worker(global_rank, process)
         ranks = sorted({*self._processes, *self._exits})
-        return [WorkerState(global_rank=rank, exit=self._exits.get(rank)) for rank in ranks]
+        return [workers.WorkerState(global_rank=rank, exit=self._exits.get(rank)) for rank in ranks]
 
     def stop(self, signum: signal.Signals) -> None:
         """Send a signal to every worker's process group, including those of ended workers, without waiting.
@@ -420,7 +413,7 @@ class LocalLauncher:
                 self._guard.stdin.close()
             self._guard.wait()
 
-    def _start_worker(self, worker: WorkerSpec, argv: tuple[str, ...]) -> Spare | None:
+    def _start_worker(self, worker: workers.WorkerSpec, argv: tuple[str, ...]) -> Spare | None:
         try:
             log, (process, spare) = self._open_log(worker.global_rank), self._spawn(worker, argv)
         except OSError as error:
@@ -448,7 +441,7 @@ class LocalLauncher:
             self._logs[global_rank] = WorkerLog(self._log_paths(global_rank), limits)
         return self._logs[global_rank]
 
-    def _spawn(self, worker: WorkerSpec, argv: tuple[str, ...]) -> tuple["_WorkerProcess", Spare | None]:
+    def _spawn(self, worker: workers.WorkerSpec, argv: tuple[str, ...]) -> tuple["_WorkerProcess", Spare | None]:
         """Return the worker's process, and the spare that it was, if one could be taken."""
         command, environ = self._wrap_command(worker, argv), _worker_environ(self._environ, worker)
         credentials_fd = self._open_credentials(worker)
@@ -476,7 +469,7 @@ class LocalLauncher:
         if status is None:
             return
         has_exited = status.si_code == os.CLD_EXITED
-        self._exits[global_rank] = WorkerExit(
+        self._exits[global_rank] = workers.WorkerExit(
             exit_code=status.si_status if has_exited else None,
             signal_name=None if has_exited else _signal_name(status.si_status),
             time_s=self._clock(),
@@ -506,10 +499,12 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _worker_environ(inherited: Mapping[str, str], worker: WorkerSpec) -> dict[str, str]:
+def _worker_environ(inherited: Mapping[str, str], worker: workers.WorkerSpec) -> dict[str, str]:
     """Return the worker's variables over ours, without those of an outer launcher; some keep the user's values."""
     inherited_kept = {
         k: v for k, v in inherited.items() if k not in _RINGWEAVE_VARIABLES and not k.startswith(_FOREIGN_PREFIXES)
     }
-    own = {k: v for k, v in worker.environ.items() if not (k in USER_CONTROLLED_VARIABLES and k in inherited_kept)}
+    own = {
+        k: v for k, v in worker.environ.items() if not (k in workers.USER_CONTROLLED_VARIABLES and k in inherited_kept)
+    }
     return inherited_kept | own

@@ -1,4 +1,4 @@
-"""Restart policies of workers, services and whole runs, and the membership history by which elastic ones decide."""
+"""Restart policy of all processes, and the history of members that the restarts of elastic workers need."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,8 +13,15 @@ from ringweave.membership import membership_records
 from ringweave.membership.membership_records import REASON_FINISHED, REASON_LEFT
 from ringweave.telemetry import Event, EventTail
 
-_SHELL_SIGNAL_BASE = 128
-"""A shell exits with this plus the signal's number when a signal has ended its program."""
+EARLY_S, EARLY_IF_USEFUL_S = 60.0, 10.0
+"""A process that ended sooner was not worth its start. Of one that was of use the limit is shorter: its end says little
+about the next one, and where faults are frequent, those that come back must not be fewer and fewer."""
+MAX_OWN_FAILURES = 3
+"""What fails by itself this often in a row is given up: its device is probably broken, or its script wrong."""
+MAX_FAILED_STARTS = 10
+"""What fails to start this often in a row is given up. That takes two to three minutes with the delays below: a longer
+shortage on the machine needs a person."""
+_SECOND_DELAY_S, _MAX_DELAY_S = 1.0, 30.0
 
 
 def backoff_s(num_failures: int, *, first_s: float, max_s: float) -> float:
@@ -26,68 +33,62 @@ def backoff_s(num_failures: int, *, first_s: float, max_s: float) -> float:
 
 
 class RestartPolicy:
-    """Restart policy of one process: counts its early deaths in a row; the delay doubles with each."""
+    """Restart policy of one worker, service or spare, or of all workers together: counts the ends in a row.
 
-    def __init__(
-        self,
-        *,
-        max_early_deaths: int = 10,
-        early_s: float = 60.0,
-        early_if_killed_s: float = 10.0,
-        max_delay_s: float = 30.0,
-    ) -> None:
-        """Begin without any deaths.
+    The first restart has the first delay, the second in a row 1 s, doubling up to 30 s. A life that was not early
+    begins the row anew.
+    """
 
-        Args:
-            max_early_deaths: After this many early deaths in a row it is given up. That takes two to three minutes with
-                these delays, as for a worker (`WorkerRestartPolicy`): a longer shortage on the machine needs a person.
-            early_s: A process that lived longer was useful, and its earlier deaths are forgotten.
-            early_if_killed_s: The same after a death by a signal: it says nothing about the next process, and while
-                that one waits, members that come or go may find no coordinator.
-            max_delay_s: Upper limit of the delay after repeated early deaths. The first restart has no delay.
-        """
-        self._max_early_deaths, self._early_s, self._early_if_killed_s = max_early_deaths, early_s, early_if_killed_s
-        self._max_delay_s = max_delay_s
-        self._num_early_deaths = 0
-        self._started_s: float | None = None
-        self._due_s: float | None = None
+    def __init__(self, *, first_delay_s: float = 0.0, max_failed_starts: int = MAX_FAILED_STARTS) -> None:
+        """Begin without any ends."""
+        self._first_delay_s, self._max_failed_starts = first_delay_s, max_failed_starts
+        self._num_early_ends = 0
+        self.num_failed_starts = 0
+        """In a row: ended before it joined the others, or early if it does not say when it has joined."""
+        self.num_own_failures = 0
+        """In a row: failed by itself, not with others or by a signal."""
+        self.due_s: float | None = None
+        """Time of the next start."""
 
     @property
     def has_given_up(self) -> bool:
         """True if it is not restarted any more."""
-        return self._num_early_deaths >= self._max_early_deaths
+        return self.num_own_failures >= MAX_OWN_FAILURES or self.num_failed_starts >= self._max_failed_starts
 
-    @property
-    def num_early_deaths(self) -> int:
-        """Number of early deaths in a row."""
-        return self._num_early_deaths
+    def record_end(
+        self,
+        lifetime_s: float,
+        now_s: float,
+        *,
+        is_useful: bool = False,
+        has_joined: bool | None = None,
+        is_own_failure: bool | None = None,
+    ) -> None:
+        """Record an end or a failed start, called once for each, and set the time of the next start.
 
-    def record_start(self, now_s: float) -> None:
-        self._started_s = now_s
-
-    def record_exit(self, now_s: float, exit_code: int) -> bool:
-        """Record an observed end; return True once for each start, and count a death.
-
-        `exit_code` is negative, or above 128 as in shells, after a death by a signal.
+        Args:
+            lifetime_s: Seconds since its start.
+            now_s: Time on the clock of `take_due`.
+            is_useful: It is known to have been of use: it has trained, or somebody killed it.
+            has_joined: It has joined the others; None if it does not say so.
+            is_own_failure: It failed by itself; None if nothing ran that could.
         """
-        if self._started_s is None:
-            return False
-        started_s, self._started_s = self._started_s, None
-        self.record_death(now_s - started_s, now_s, was_killed=exit_code < 0 or exit_code > _SHELL_SIGNAL_BASE)
-        return True
-
-    def record_death(self, lived_s: float, now_s: float, *, was_killed: bool = False) -> None:
-        """Record a death or a failed start; called once for each."""
-        is_early = lived_s < (self._early_if_killed_s if was_killed else self._early_s)
-        self._num_early_deaths = self._num_early_deaths + 1 if is_early else 0
-        num_delayed = self._num_early_deaths - 1
-        self._due_s = now_s + (backoff_s(num_delayed, first_s=1.0, max_s=self._max_delay_s) if num_delayed > 0 else 0.0)
+        is_early = lifetime_s < (EARLY_IF_USEFUL_S if is_useful else EARLY_S)
+        self._num_early_ends = self._num_early_ends + 1 if is_early else 0
+        has_failed_to_start = is_early if has_joined is None else not has_joined
+        self.num_failed_starts = self.num_failed_starts + 1 if has_failed_to_start else 0
+        if is_own_failure is not None:
+            begins_row = not is_own_failure or (is_useful and lifetime_s >= EARLY_S)
+            self.num_own_failures = (0 if begins_row else self.num_own_failures) + is_own_failure
+        is_first = self._num_early_ends <= 1
+        delay_s = backoff_s(self._num_early_ends - 1, first_s=_SECOND_DELAY_S, max_s=_MAX_DELAY_S)
+        self.due_s = None if self.has_given_up else now_s + (self._first_delay_s if is_first else delay_s)
 
     def take_due(self, now_s: float) -> bool:
-        """Return whether to start it now; True once for each death."""
-        if self._due_s is None or now_s < self._due_s or self.has_given_up:
+        """Return whether to start it now; True once for each end."""
+        if self.due_s is None or now_s < self.due_s:
             return False
-        self._due_s = None
+        self.due_s = None
         return True
 
 
@@ -106,8 +107,6 @@ NO_COORDINATOR = f"{MEMBERSHIP_ERROR}this worker is no member any more: no coord
 NO_SERVER = f"{MEMBERSHIP_ERROR}this worker is no member: no parameter server answers"
 _NOT_A_MEMBER = f"{MEMBERSHIP_ERROR}this worker is no member"
 
-_EARLY_DEATH_DELAY_S = 1.0
-"""Delay that doubles with each early death in a row."""
 RestartDecision = Literal["again", "rest", "fail", "give up"]
 _NO_OTHER_WORKERS: Mapping[int, bool] = MappingProxyType({})
 
@@ -135,126 +134,95 @@ class SlotExit:
         return self.death is not None and self.death.exit.exit_code == LEFT_EXIT_CODE
 
 
-class WorkerRestartPolicy:
-    """Restart policy of the workers: counts the failures of each slot and decides what comes next."""
+class WorkerRestarts:
+    """Decides about the slots of elastic workers, each of which has its `RestartPolicy`."""
 
-    def __init__(
-        self,
-        *,
-        first_delay_s: float = 1.0,
-        max_own_failures: int = 3,
-        max_failed_starts: int = 10,
-        max_delay_s: float = 30.0,
-        reset_failures_after_s: float = 60.0,
-        reset_delay_after_s: float = 20.0,
-        ends_without_services: bool = False,
-    ) -> None:
+    def __init__(self, *, first_delay_s: float = 1.0, ends_without_services: bool = False) -> None:
         """Begin without any failures.
 
         Args:
             first_delay_s: Delay before a worker is restarted, unless it died early twice in a row; 0 where a spare
                 waits.
-            max_own_failures: A worker that fails by itself this often in a row is given up: probably its device is
-                broken, since an error in the script ends the others as well.
-            max_failed_starts: A worker that dies this often in a row before it is a member is given up, and the others
-                go on. That takes two to three minutes with these delays: a longer shortage on the machine needs a
-                person. A worker that is killed when it was a member is restarted without limit.
-            max_delay_s: Upper limit of the delay after repeated early deaths.
-            reset_failures_after_s: A worker that trained and lived this long resets its slot's count of failures in a
-                row.
-            reset_delay_after_s: A worker that trained and lived this long has not died early: the next one waits no
-                longer than the first time.
             ends_without_services: A worker that finds no coordinator, or no parameter server, ends the restarts, as if
                 the job were over: a job's nodes with them may be lost, and only another round of all nodes helps then.
         """
-        self._ends_without_services = ends_without_services
-        self._first_delay_s, self._max_delay_s = first_delay_s, max_delay_s
-        self._reset_failures_after_s, self._reset_delay_after_s = reset_failures_after_s, reset_delay_after_s
-        self._max_own_failures, self._max_failed_starts = max_own_failures, max_failed_starts
-        self._own_failures: dict[int, int] = {}
-        self._failed_starts: dict[int, int] = {}
+        self._first_delay_s, self._ends_without_services = first_delay_s, ends_without_services
+        self._policies: dict[int, RestartPolicy] = {}
         self._stopped_slots: set[int] = set()
-        self._early_deaths: dict[int, int] = {}
-        self._due_s: dict[int, float] = {}
         self._is_over = False
 
     @property
     def pending(self) -> Mapping[int, float]:
         """Slot -> time of its next start."""
-        return self._due_s
+        return {slot: policy.due_s for slot, policy in self._policies.items() if policy.due_s is not None}
 
     def decide(
         self, slot: int, slot_exit: SlotExit, now_s: float, other_slots: Mapping[int, bool] = _NO_OTHER_WORKERS
     ) -> RestartDecision:
         """Decide about a slot whose worker has ended.
 
-        Args:
-            slot: Number of the slot.
-            slot_exit: End of its worker.
-            now_s: Time on the clock of `take_due`.
-            other_slots: Each other slot -> a worker trains there, so it has not met the script's error yet.
+        `other_slots`: each other slot -> a worker trains there, so it has not met the script's error yet.
 
         Returns:
             `again`: restart it. `rest`: leave the slot empty. `give up`: the others go on without it. `fail`: the run
             fails.
         """
-        if slot_exit.is_finished:
-            self._is_over = True  # the training has ended: a worker that starts now is too late
-            self._due_s.clear()
+        if slot_exit.death is None:
+            self._end_restarts()  # the training has ended: a worker that starts now is too late
             return "rest"
-        assert slot_exit.death is not None
         exception = slot_exit.death.exception or ""
         is_without_services = NO_COORDINATOR in exception or NO_SERVER in exception
         if JOB_OVER in exception or (self._ends_without_services and is_without_services):
-            self._is_over = True  # for all: no new worker is admitted
-            self._due_s.clear()
+            self._end_restarts()  # for all: no new worker is admitted
         if slot_exit.has_left or self._is_over:
             self._stopped_slots.add(slot)
             return "rest"
-        is_own_failure = self._is_own_failure(slot_exit.death, exception)
-        previous_failures = (
-            0
-            if slot_exit.has_trained and slot_exit.lifetime_s >= self._reset_failures_after_s
-            else self._own_failures.get(slot, 0)
+        is_own_failure = slot_exit.death.exit.signal_name is None and _NOT_A_MEMBER not in exception
+        policy = self._policy(slot)
+        policy.record_end(
+            slot_exit.lifetime_s,
+            now_s,
+            is_useful=slot_exit.has_trained,
+            has_joined=slot_exit.was_member,
+            is_own_failure=is_own_failure,
         )
-        self._own_failures[slot] = previous_failures + 1 if is_own_failure else 0
         if is_own_failure and self._all_have_failed(other_slots):
+            policy.due_s = None
             return "fail"
-        self._failed_starts[slot] = 0 if slot_exit.was_member else self._failed_starts.get(slot, 0) + 1
-        early_s = self._reset_delay_after_s if slot_exit.has_trained else 2 * self._max_delay_s
-        return self._schedule_restart(slot, now_s, is_early=slot_exit.lifetime_s < early_s)
+        return self._decide_by_counts(slot)
 
     def record_start_failure(self, slot: int, now_s: float) -> RestartDecision:
         """Record that a due slot could not be started; used instead of `decide`, with the same return values.
 
         It counts as a worker that died at once: the machine's shortage may pass soon, or never.
         """
-        self._failed_starts[slot] = self._failed_starts.get(slot, 0) + 1
-        return self._schedule_restart(slot, now_s, is_early=True)
+        self._policy(slot).record_end(0.0, now_s, has_joined=False)
+        return self._decide_by_counts(slot)
 
-    def _schedule_restart(self, slot: int, now_s: float, *, is_early: bool) -> RestartDecision:
-        if (
-            self._own_failures.get(slot, 0) >= self._max_own_failures
-            or self._failed_starts[slot] >= self._max_failed_starts
-        ):
-            self._stopped_slots.add(slot)
-            return "give up"
-        self._early_deaths[slot] = self._early_deaths.get(slot, 0) + 1 if is_early else 0
-        num_early = self._early_deaths[slot]
-        delay_s = backoff_s(num_early, first_s=_EARLY_DEATH_DELAY_S, max_s=self._max_delay_s)
-        self._due_s[slot] = now_s + (delay_s if num_early > 1 else self._first_delay_s)
-        return "again"
+    def _decide_by_counts(self, slot: int) -> RestartDecision:
+        if not self._policy(slot).has_given_up:
+            return "again"
+        self._stopped_slots.add(slot)
+        return "give up"
+
+    def _policy(self, slot: int) -> RestartPolicy:
+        return self._policies.setdefault(slot, RestartPolicy(first_delay_s=self._first_delay_s))
+
+    def _end_restarts(self) -> None:
+        self._is_over = True
+        for policy in self._policies.values():
+            policy.due_s = None
 
     def _all_have_failed(self, other_slots: Mapping[int, bool]) -> bool:
         """Return whether no worker trains any more, and every worker that may come back has failed by itself too."""
         return not any(other_slots.values()) and all(
-            self._own_failures.get(each) or each in self._stopped_slots for each in other_slots
+            self._policy(each).num_own_failures or each in self._stopped_slots for each in other_slots
         )
 
     def give_up_reason(self, slot: int) -> str:
         """Return the reason why a slot was given up, in words."""
-        num_own = self._own_failures.get(slot, 0)
-        if num_own >= self._max_own_failures:
+        num_own = self._policy(slot).num_own_failures
+        if num_own >= MAX_OWN_FAILURES:
             return f"it failed by itself {num_own} times in a row"
         return "it died before it joined the others too often"
 
@@ -265,64 +233,25 @@ class WorkerRestartPolicy:
 
     def reset_slot(self, slot: int) -> None:
         """Forget all failures of a slot, and cancel its next start."""
-        for kept in (self._own_failures, self._failed_starts, self._early_deaths, self._due_s):
-            kept.pop(slot, None)
+        self._policies.pop(slot, None)
         self._stopped_slots.discard(slot)
 
     def start_now(self, slot: int, now_s: float) -> None:
         """Start a slot at once, as if it had never failed."""
         self.reset_slot(slot)
-        self._due_s[slot] = now_s
+        self._policy(slot).due_s = now_s
 
     def take_due(self, now_s: float) -> Sequence[int]:
         """Return the slots to start now; each once."""
-        due = sorted(slot for slot, at_s in self._due_s.items() if at_s <= now_s)
-        for slot in due:
-            del self._due_s[slot]
-        return due
-
-    @staticmethod
-    def _is_own_failure(failure: WorkerFailure, exception: str) -> bool:
-        return failure.exit.signal_name is None and _NOT_A_MEMBER not in exception
-
-
-class RunRestartPolicy:
-    """Restart policy of all workers together, for a run in which one fails before any is a member."""
-
-    def __init__(self, *, max_own_failures: int = 3, max_early_ends: int = 10, early_s: float = 60.0) -> None:
-        """Begin without any attempts.
-
-        Args:
-            max_own_failures: After this many attempts that ended with the script's own exception, the next would too.
-            max_early_ends: After this many attempts in a row that lasted less than `early_s`, the next would too.
-            early_s: A longer attempt counts as useful; a script without `prepare` does not say what it has done.
-        """
-        self._max_own_failures, self._early_s = max_own_failures, early_s
-        self._ends = RestartPolicy(max_early_deaths=max_early_ends, early_s=early_s)
-        self._own_failures = 0
-
-    def stop_reason(self, first: WorkerFailure, lifetime_s: float) -> str:
-        """Return the reason against another attempt, in words; empty if there should be one.
-
-        Args:
-            first: First cause of the end of the last attempt.
-            lifetime_s: Duration of that attempt.
-        """
-        self._own_failures += first.exit.signal_name is None
-        self._ends.record_death(lifetime_s, now_s=0.0)
-        if self._own_failures >= self._max_own_failures:
-            return f"{self._own_failures} attempts ended with an exception of the script"
-        if self._ends.has_given_up:
-            return f"{self._ends.num_early_deaths} attempts in a row ended within {self._early_s:g} s each"
-        return ""
+        return sorted(slot for slot, policy in self._policies.items() if policy.take_due(now_s))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PastMembers:
-    """Names of past members, `SLOT.INCARNATION`."""
+    """Names of past members, `SLOT.INCARNATION`; of each slot the newest."""
 
     members: frozenset[str] = frozenset()
-    """All processes that have ever been members."""
+    """Processes that have been members."""
     trained: frozenset[str] = frozenset()
     """Members that took part in a train step, or began with the state of one that did."""
 
@@ -343,7 +272,8 @@ def read_past_members(events: Iterable[Event], earlier: PastMembers = PastMember
             trained |= members_of_event if members_of_event == new else members_of_event - new
         elif event["kind"] == "members_caught_up":
             trained |= set(event["members"])
-    return PastMembers(members=frozenset(members), trained=frozenset(trained))
+    kept = membership_records.newest_of_slots(members | trained)
+    return PastMembers(members=kept & members, trained=kept & trained)
 
 
 class MembershipHistory:
@@ -354,12 +284,7 @@ class MembershipHistory:
     """
 
     def __init__(self, path: Path, query_coordinators: Callable[[Collection[str]], Collection[str]]) -> None:
-        """Create the object; queries no coordinator yet.
-
-        Args:
-            path: Path of the event log.
-            query_coordinators: Queries the coordinators for the current members, in particular for these names.
-        """
+        """Create the object; queries no coordinator yet."""
         self._tail, self._query_coordinators = EventTail(path), query_coordinators
         self._from_events, self._from_coordinators = PastMembers(), set[str]()
 
@@ -372,7 +297,8 @@ class MembershipHistory:
             self._from_events = read_past_members(self._tail.read_new(), self._from_events)
         found = self._from_events
         if not found.members.union(self._from_coordinators).issuperset(names):
-            self._from_coordinators.update(self._query_coordinators(names))
+            known = self._from_coordinators.union(self._query_coordinators(names))
+            self._from_coordinators = {*membership_records.newest_of_slots(known)}
         return PastMembers(
             members=found.members | self._from_coordinators,
             trained=found.trained | (self._from_coordinators - found.members),
@@ -413,3 +339,6 @@ class EvictionWatcher:
                 self._terms |= {
                     each: max(event["reported_in_term"], self._terms.get(each, 0)) for each in event["members"]
                 }
+                known = membership_records.newest_of_slots({*self._terms, *self._names})
+                self._terms = {each: term for each, term in self._terms.items() if each in known}
+                self._names &= known

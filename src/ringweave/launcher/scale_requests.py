@@ -34,7 +34,6 @@ class ScaleAnswer:
     """Answer of a run to a request for another number of workers."""
 
     workers: int
-    """Requested number of workers."""
     before: int
     """Previously requested number of workers."""
     starting: Sequence[int] = ()
@@ -79,14 +78,7 @@ class ScaleRequests:
         workers: int,
         notify_user: Callable[[str], object] = lambda text: None,
     ) -> None:
-        """Remove a request that was left for an earlier run in this directory.
-
-        Args:
-            run_dir: Run directory.
-            limits: Limits of the run.
-            workers: Initial number of workers.
-            notify_user: Gets each granted answer as text.
-        """
+        """Remove a request that was left for an earlier run in this directory."""
         self._path, self._limits, self._notify_user = run_dir.scale_request, limits, notify_user
         self._events = telemetry.EventLog(run_dir.events)
         self._request_id = ""
@@ -151,11 +143,7 @@ def request_workers(
 ) -> ScaleAnswer:
     """Ask a run for another number of workers, and return its answer.
 
-    Args:
-        run_dir: Directory of an elastic run that is in progress.
-        workers: Requested number of workers.
-        clock: Monotonic seconds.
-        sleep: Waits between two polls.
+    `run_dir`: directory of an elastic run that is in progress.
 
     Raises:
         UsageError: There is no such run, or it cannot have so many workers.
@@ -172,7 +160,7 @@ def request_workers(
             run_dir.scale_request.unlink(missing_ok=True)
             do = "Check whether its ringweave run is stopped"
             got = f"no answer within {_ANSWER_TIMEOUT_S:g} s"
-            raise LaunchError(explain("run", got=got, expected="one", do=do, where=str(run_dir.root)))
+            raise LaunchError("run", got=got, expected="one", do=do, where=str(run_dir.root))
         sleep(_ANSWER_POLL_S)
     if answer.refused:
         raise UsageError(answer.refused)
@@ -190,18 +178,18 @@ def _check_elastic(run_dir: RunDir) -> None:
     if isinstance(record, dict) and record.get("format") != launcher_run_dir.RUN_JSON_FORMAT:
         got, expected = record.get("format", "none"), str(launcher_run_dir.RUN_JSON_FORMAT)
         do = "Scale it with the ringweave that started it"
-        raise UsageError(explain("format of run.json", got=got, expected=expected, do=do, where=str(run_dir.run_json)))
+        raise UsageError("format of run.json", got=got, expected=expected, do=do, where=str(run_dir.run_json))
     if not isinstance(record, dict) or not record.get("elastic"):
         expected = "a run with --elastic MIN:MAX"
         raise UsageError(
-            explain("run", got=str(run_dir.root), expected=expected, do="Start it again with ringweave run --elastic")
+            "run", got=str(run_dir.root), expected=expected, do="Start it again with ringweave run --elastic"
         )
 
 
 def _check_alive(run_dir: RunDir) -> None:
     if not launcher_run_dir.is_run_dir_held(run_dir):
         do = "Start it again with the new number of workers"
-        raise UsageError(explain("run", got=f"{run_dir.root}, which is over", expected="a current run", do=do))
+        raise UsageError("run", got=f"{run_dir.root}, which is over", expected="a current run", do=do)
 
 
 def _find_answer(run_dir: RunDir, request_id: str) -> ScaleAnswer | None:

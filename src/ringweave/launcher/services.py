@@ -25,6 +25,9 @@ from ringweave.membership.settings import MemberBounds
 from ringweave.rpc import CertificateAuthority, Credentials
 from ringweave.topology import Cluster
 
+_SHELL_SIGNAL_BASE = 128
+"""A shell exits with this plus the signal's number when a signal has ended its program."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SidecarEndpoint:
@@ -123,6 +126,8 @@ class ServiceProcesses(abc.ABC):
         self._credentials, self._give_up, self._clock = credentials, give_up, clock
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._restart_policies = {index: RestartPolicy() for index in endpoints}
+        self._started_s: dict[int, float] = {}
+        """Index -> start of a process whose end was not observed yet."""
         self._environ: Mapping[str, str] = {}
 
     @property
@@ -132,7 +137,6 @@ class ServiceProcesses(abc.ABC):
 
     @property
     def num_connections(self) -> int:
-        """Number of connections that are open now."""
         return sum(
             count_established(process.pid, self._own_endpoints[index].advertised.port)
             for index, process in self._processes.items()
@@ -168,14 +172,16 @@ class ServiceProcesses(abc.ABC):
         now_s = self._clock()
         for index, process in list(self._processes.items()):
             restart_policy, exit_code = self._restart_policies[index], process.poll()
-            if exit_code is not None and self._is_replaced(exit_code) and restart_policy.record_exit(now_s, exit_code):
+            if exit_code is not None and index in self._started_s and self._is_replaced(exit_code):
+                was_killed = exit_code < 0 or exit_code > _SHELL_SIGNAL_BASE
+                restart_policy.record_end(now_s - self._started_s.pop(index), now_s, is_useful=was_killed)
                 self._record_exit(index, exit_code, was_stopped=False)
                 self._report_if_given_up(index, f"the last one with exit code {exit_code}")
             if restart_policy.take_due(now_s):
                 try:
                     self._start_process(index, is_first=False)
                 except (LaunchError, OSError) as error:
-                    restart_policy.record_death(0.0, now_s)
+                    restart_policy.record_end(0.0, now_s)
                     self._report_if_given_up(index, f"and a replacement could not be started: {error}")
 
     @abc.abstractmethod
@@ -211,7 +217,7 @@ class ServiceProcesses(abc.ABC):
             log=self._log(index),
             inherited_fds=[secret, *inherited],
         )
-        self._restart_policies[index].record_start(self._clock())
+        self._started_s[index] = self._clock()
         self._record_start(index, process.pid)
 
     def _stop_processes(self) -> None:
@@ -229,7 +235,7 @@ class ServiceProcesses(abc.ABC):
         if restart_policy.has_given_up:
             node, log = self._own_endpoints[index].node, self._log(index)
             self._give_up(
-                f"{self._name} {index} on node {node} is given up: {restart_policy.num_early_deaths} of its processes "
+                f"{self._name} {index} on node {node} is given up: {restart_policy.num_failed_starts} of its processes "
                 f"in a row ended soon after their start, {how}. {self._consequence} See the cause in {log}."
             )
 

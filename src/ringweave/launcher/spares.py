@@ -101,7 +101,6 @@ class Spare:
     import_s: float = 0.0
     """Seconds of its imports, measured."""
     can_fork: bool = False
-    """It is a fork server."""
     printed: dict[str, bytes] = field(default_factory=lambda: {"stdout": b"", "stderr": b""})
     """Output of a fork server's imports that no worker's log has yet."""
 
@@ -119,7 +118,6 @@ class SpareRules:
     node_entry: "Callable[[WorkerSpec], NodeEntry]"
     """Returns the way of a running process into a worker's node."""
     on_ready: Callable[[Spare], object]
-    """Gets each spare that has become ready."""
     on_give_up: Callable[[str], object]
     """Gets the reason, in words, when no more spares are started."""
 
@@ -150,7 +148,7 @@ class SparePool:
         self._rules, self._command = rules, tuple(command)
         self._environ, self._start, self._clock = _without_slot(environ), start, clock
         self._spares: list[Spare] = []
-        self._policy = RestartPolicy(max_early_deaths=_MAX_EARLY_DEATHS)
+        self._policy = RestartPolicy(first_delay_s=_REFILL_DELAY_S, max_failed_starts=_MAX_EARLY_DEATHS)
         self._due_s, self._is_closed = 0.0, False
         self._has_fork_server: bool | None = None
         """Whether the spares are fork servers; None until the first one is ready."""
@@ -269,8 +267,8 @@ class SparePool:
 
     def _note_death(self, lived_s: float, text: str) -> None:
         now_s = self._clock()
-        self._policy.record_death(lived_s, now_s)
-        self._due_s = now_s + 2.0**self._policy.num_early_deaths
+        self._policy.record_end(lived_s, now_s)
+        self._due_s = self._policy.due_s or now_s
         if self._policy.has_given_up and self._rules.num_spares:
             self._rules.on_give_up(
                 f"no more spares are started: {_MAX_EARLY_DEATHS} of them ended, the last with: {text}"

@@ -24,7 +24,7 @@ from ringweave.launcher.restarts import (
     PastMembers,
     RestartDecision,
     SlotExit,
-    WorkerRestartPolicy,
+    WorkerRestarts,
 )
 from ringweave.launcher.run_dir import RunDir, path_from_here
 from ringweave.launcher.scale_requests import ScaleRequests
@@ -65,10 +65,7 @@ class StopPolicy:
     ) -> signal.Signals | None:
         """Return the signal to send to all workers now, or None.
 
-        Args:
-            states: Observed states of the workers.
-            interrupts: All SIGINT and SIGTERM that the run itself has received so far.
-            now_s: Current time.
+        `interrupts`: all SIGINT and SIGTERM that the run itself has received so far.
         """
         if len(interrupts) > self._num_interrupts:
             self._num_interrupts = len(interrupts)
@@ -155,14 +152,13 @@ class ElasticRules:
     """The workers that are started, followed by those that may be requested later."""
     past_members: Callable[[Collection[str]], PastMembers]
     """Returns the past members, in particular of these names; before the first member, any failed worker ends all."""
-    restarts: WorkerRestartPolicy = field(default_factory=WorkerRestartPolicy)
+    restarts: WorkerRestarts = field(default_factory=WorkerRestarts)
     new_member: Callable[[WorkerSpec, str], WorkerSpec] = next_member
     """Returns a slot's worker as a new member, from the worker and the member name of its last process; may raise
     LaunchError."""
     scale_requests: ScaleRequests | None = None
     """Requests for another number of workers; None if there can be none."""
     evicted_members: Callable[[], Collection[str]] = frozenset
-    """Returns the names of the members evicted so far."""
     notify_user: Callable[[str], object] = lambda text: None
     """Gets a text about each slot that cannot be started and is retried or given up."""
     on_give_up: Callable[[WorkerFailure, str], object] = lambda failure, reason: None
@@ -180,15 +176,7 @@ class ElasticSlots:
         failure_of: Callable[[WorkerState], WorkerFailure | None],
         clock: Callable[[], float],
     ) -> None:
-        """Begin with workers that have been started.
-
-        Args:
-            rules: Rules of the workers.
-            launcher: Launcher that has started them.
-            recorder: Gets each start.
-            failure_of: Returns the failure of a worker.
-            clock: Must be the launcher's.
-        """
+        """Begin with workers that have been started."""
         self._rules, self._launcher, self._recorder, self._failure_of = rules, launcher, recorder, failure_of
         self._workers = {worker.global_rank: worker for worker in rules.slots.workers}
         self._num_wanted = rules.scale_requests.workers if rules.scale_requests else len(self._workers)
@@ -405,7 +393,6 @@ class NodePlan:
     """Plan of the workers on one node of a job, or on all nodes of a run."""
 
     group: WorkerGroup
-    """The workers to start."""
     environ: Mapping[str, str]
     """Environment that services inherit."""
     services: Sequence[ServiceProcesses] = ()
@@ -608,7 +595,7 @@ class NodeSetup:
             query_credentials: Returns the credentials with which they are queried.
             new_member: Returns a slot's worker as a new member.
             scale_requests: Requests for another number of workers.
-            ends_without_services: See `WorkerRestartPolicy`.
+            ends_without_services: See `WorkerRestarts`.
         """
         query = CoordinatorQuery(() if self.node_context.lab_name else coordinators, query_credentials)
         is_quick = self.num_spares or gains_from_fork_server(self.program, environ)
@@ -617,7 +604,7 @@ class NodeSetup:
             past_members=MembershipHistory(self.run_dir.events, query.members).read,
             new_member=new_member,
             scale_requests=scale_requests,
-            restarts=WorkerRestartPolicy(
+            restarts=WorkerRestarts(
                 first_delay_s=0.0 if is_quick else 1.0, ends_without_services=ends_without_services
             ),
             evicted_members=EvictionWatcher(self.run_dir.events).evicted_members,

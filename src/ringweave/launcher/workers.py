@@ -56,7 +56,6 @@ class WorkerProgram:
 
     @property
     def is_script(self) -> bool:
-        """Return whether the target is the path of a script."""
         return not (self.is_module or self.is_command)
 
     def argv(self, python: str, *, entry: str | None = None) -> tuple[str, ...]:
@@ -93,7 +92,6 @@ class WorkerSpec:
     local_rank: int
     """Index among the workers of its node, and of its device there."""
     node: str
-    """Name of its node."""
     environ: Mapping[str, str]
     """Variables that override its inherited environment."""
 
@@ -120,12 +118,10 @@ def parse_worker_counts(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise UsageError(
-            explain(
-                "--workers",
-                got=text,
-                expected="one positive whole number per node, separated by commas",
-                do="Write 4 for four workers on one node, or 3,2 for two nodes with three and two",
-            )
+            "--workers",
+            got=text,
+            expected="one positive whole number per node, separated by commas",
+            do="Write 4 for four workers on one node, or 3,2 for two nodes with three and two",
         )
     return [int(part) for part in parts]
 
@@ -211,21 +207,17 @@ def check_program(program: WorkerProgram) -> None:
         raise UsageError(unrunnable_command_text(program.target))
     if program.is_module:
         raise UsageError(
-            explain(
-                "module",
-                got=program.target,
-                expected="a module that `python -m` finds from this directory",
-                do="Check its name and the current directory, or leave out -m to run a script",
-            )
+            "module",
+            got=program.target,
+            expected="a module that `python -m` finds from this directory",
+            do="Check its name and the current directory, or leave out -m to run a script",
         )
     raise UsageError(
-        explain(
-            "script",
-            got=program.target,
-            expected="the path of a Python file",
-            do="Check the path, or put -m before the name to run a module, or -- before any other command; "
-            "options of ringweave come first",
-        )
+        "script",
+        got=program.target,
+        expected="the path of a Python file",
+        do="Check the path, or put -m before the name to run a module, or -- before any other command; "
+        "options of ringweave come first",
     )
 
 
@@ -284,10 +276,7 @@ def is_importable(name: str, directory: Path) -> bool:
 def spread_slots(counts: Sequence[int], total: int, *, max_per_node: int) -> list[int]:
     """Return the slots of each node: its initial workers, and later ones one by one where there are fewest.
 
-    Args:
-        counts: Initial workers of each node.
-        total: Slots in all, if they fit.
-        max_per_node: Upper limit of slots on one node.
+    `max_per_node`: upper limit of slots on one node.
     """
     slots = list(counts)
     while sum(slots) < total and min(slots) < max_per_node:
@@ -298,10 +287,7 @@ def spread_slots(counts: Sequence[int], total: int, *, max_per_node: int) -> lis
 def with_later_workers(group: WorkerGroup, nodes: Sequence[NodeLike], *, num_cpus: int) -> WorkerGroup:
     """Return the group with one later worker for each unused device, in the order of their ranks.
 
-    Args:
-        group: Initial workers, at least one on each node.
-        nodes: Nodes with one device for each slot.
-        num_cpus: CPUs that all workers share.
+    `group`: initial workers, at least one on each node.
     """
     workers = list(group.workers)
     template = {worker.node: worker for worker in workers}

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from ringweave import rpc
-from ringweave.errors import RefusedError, RpcError, explain
+from ringweave.errors import RefusedError, RpcError
 from ringweave.membership import messages
 from ringweave.membership.coordinator import Coordinator
 from ringweave.membership.membership_records import (
@@ -274,7 +274,7 @@ class CoordinatorService:
     def _join(self, call: RpcCall) -> Ack:
         if call.peer.role != _WORKER_ROLE:
             raise RefusedError(
-                explain("role of a member", got=call.peer.role, expected=_WORKER_ROLE, do="Check which process called")
+                "role of a member", got=call.peer.role, expected=_WORKER_ROLE, do="Check which process called"
             )
         member, rejoin = call.peer.name, call.message.rejoining
         if rejoin is None:
@@ -346,12 +346,7 @@ def _check_sender(member: str, status: MemberStatus) -> None:
     """Refuse a message about another member than its sender."""
     if status.member != member:
         raise RefusedError(
-            explain(
-                "member",
-                got=status.member,
-                expected=f"{member}, as the certificate says",
-                do="Check which process called",
-            )
+            "member", got=status.member, expected=f"{member}, as the certificate says", do="Check which process called"
         )
 
 
@@ -490,12 +485,7 @@ class CoordinatorSet:
         """Add the coordinator of a part for the first member that joins it; with the lock held."""
         if len(self._services) > _MAX_PARTS:
             raise RefusedError(
-                explain(
-                    "part of the job",
-                    got=message.part,
-                    expected=f"one of {_MAX_PARTS}",
-                    do="Check which process called",
-                )
+                "part of the job", got=message.part, expected=f"one of {_MAX_PARTS}", do="Check which process called"
             )
         if message.part == STARTUP_RENDEZVOUS:
             settings = replace(self._settings, expected=message.expected)

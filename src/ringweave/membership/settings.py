@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.membership.failure_detector import HEARTBEAT_TIMEOUT, TimeoutPolicy
 
 
@@ -31,12 +31,10 @@ def parse_bounds(text: str) -> MemberBounds:
         1 <= int(parts[0]) <= int(parts[1])
     ):
         raise UsageError(
-            explain(
-                "--elastic",
-                got=text,
-                expected="MIN:MAX, two whole numbers with 1 <= MIN <= MAX",
-                do="Write 3:8 to go on with 3 to 8 workers",
-            )
+            "--elastic",
+            got=text,
+            expected="MIN:MAX, two whole numbers with 1 <= MIN <= MAX",
+            do="Write 3:8 to go on with 3 to 8 workers",
         )
     return MemberBounds(min_members=int(parts[0]), max_members=int(parts[1]))
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from ringweave.errors import LaunchError, explain
+from ringweave.errors import LaunchError
 from ringweave.page import html_report, run_model
 from ringweave.page.run_source import RunSource
 
@@ -184,4 +184,4 @@ async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
         await web.TCPSite(runner, host, port).start()
     except OSError as error:
         got, do = f"{host}:{port} ({error.strerror or error})", "Choose another --host or --port"
-        raise LaunchError(explain("page", got=got, expected="a free address of this machine", do=do)) from error
+        raise LaunchError("page", got=got, expected="a free address of this machine", do=do) from error

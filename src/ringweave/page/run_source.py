@@ -327,7 +327,7 @@ class RunSource:
                     "workers": each.workers,
                     "state": str(each.state),
                     "reason": show_text(each.reason.text) if each.reason else None,
-                    "attempts": len(each.attempts),
+                    "attempts": each.attempts[-1].attempt if each.attempts else 0,
                     "iterations": each.iterations,
                     "loss": each.last_loss,
                 }

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 
 BARRIERS_PER_PASS = 2
 """Barriers after each pass: at its end, and when all have taken the same parameters."""
@@ -77,7 +77,7 @@ class RingBarrier:
         if number > next_number:
             expected = f"{next_number}, the next one, or one before it again"
             do = "Ask for the ring's assignment again"
-            raise TrainingError(explain(f"barrier of ring {ring}", got=number, expected=expected, do=do))
+            raise TrainingError(f"barrier of ring {ring}", got=number, expected=expected, do=do)
         if number < next_number:
             return
         self._last[ring], self._epochs[ring] = number, epoch

@@ -6,21 +6,11 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
 
-from ringweave.errors import DeadlineError, TrainingError, explain
+from ringweave.errors import DeadlineError, TrainingError
 from ringweave.param_server import job as param_server_job
-from ringweave.param_server import snapshots
+from ringweave.param_server import messages, snapshots
 from ringweave.param_server.data_shards import DataPosition, ResumePoint
 from ringweave.param_server.job import ServerJob
-from ringweave.param_server.messages import (
-    SNAPSHOT_STATE_NAME,
-    OfferCheckpoint,
-    ReleaseSnapshot,
-    RestoreSnapshot,
-    ResumeDecision,
-    ServerSetup,
-    SnapshotReply,
-    SnapshotRequest,
-)
 from ringweave.param_server.replication import Replicator
 from ringweave.param_server.snapshots import ServerSnapshot
 from ringweave.rpc import Ack, Identity, RpcCall, RpcHandler
@@ -38,9 +28,7 @@ class CheckpointJobAccess(Protocol):
     changed: threading.Condition
     job: ServerJob | None
 
-    def find_job(self, term: int, ring: int, peer: Identity) -> ServerJob:
-        """Return the job, if that peer belongs to that ring."""
-        ...
+    def find_job(self, term: int, ring: int, peer: Identity) -> ServerJob: ...
 
     def started_job(self) -> ServerJob: ...
 
@@ -81,29 +69,29 @@ class CheckpointHandlers:
 
     def handlers(self) -> list[RpcHandler]:
         return [
-            RpcHandler(message=SnapshotRequest, handle=self._take_snapshot),
-            RpcHandler(message=ReleaseSnapshot, handle=self._release_snapshot),
-            RpcHandler(message=OfferCheckpoint, handle=self._decide_resume),
-            RpcHandler(message=RestoreSnapshot, handle=self._restore_snapshot),
+            RpcHandler(message=messages.SnapshotRequest, handle=self._take_snapshot),
+            RpcHandler(message=messages.ReleaseSnapshot, handle=self._release_snapshot),
+            RpcHandler(message=messages.OfferCheckpoint, handle=self._decide_resume),
+            RpcHandler(message=messages.RestoreSnapshot, handle=self._restore_snapshot),
         ]
 
-    def _take_snapshot(self, call: RpcCall) -> SnapshotReply:
-        request: SnapshotRequest = call.message
+    def _take_snapshot(self, call: RpcCall) -> messages.SnapshotReply:
+        request: messages.SnapshotRequest = call.message
         self._job_access.find_job(request.term, request.ring, call.peer)
         with self._job_access.changed:
             job = self._job_access.started_job()
             gone = job.gone | set(job.away_s)
             if any(ring not in gone for ring in range(request.ring)):
-                return SnapshotReply(is_there=False)
+                return messages.SnapshotReply(is_there=False)
             snapshot = param_server_job.take_job_snapshot(job)
         self._hold_copy(self._job_access.reserve_copy(snapshot.num_bytes))
-        self._state_server.publish(SNAPSHOT_STATE_NAME, snapshots.snapshot_to_buffers(snapshot))
-        return SnapshotReply(is_there=True)
+        self._state_server.publish(messages.SNAPSHOT_STATE_NAME, snapshots.snapshot_to_buffers(snapshot))
+        return messages.SnapshotReply(is_there=True)
 
     def _release_snapshot(self, call: RpcCall) -> Ack:
-        request: ReleaseSnapshot = call.message
+        request: messages.ReleaseSnapshot = call.message
         self._job_access.find_job(request.term, request.ring, call.peer)
-        self._state_server.unpublish(SNAPSHOT_STATE_NAME)
+        self._state_server.unpublish(messages.SNAPSHOT_STATE_NAME)
         self._hold_copy(None)
         return Ack()
 
@@ -116,37 +104,35 @@ class CheckpointHandlers:
             if before is not None:
                 before.__exit__(None, None, None)
 
-    def _decide_resume(self, call: RpcCall) -> ResumeDecision:
-        offer: OfferCheckpoint = call.message
+    def _decide_resume(self, call: RpcCall) -> messages.ResumeDecision:
+        offer: messages.OfferCheckpoint = call.message
         self._job_access.find_job(offer.term, offer.ring, call.peer)
         with self._job_access.changed:
             job = self._job_access.started_job()
             if job.has_begun and offer.ring not in job.checkpoint_offers:
-                return ResumeDecision(verdict="begun", num_done=job.model.progress.num_done)
+                return messages.ResumeDecision(verdict="begun", num_done=job.model.progress.num_done)
             job.checkpoint_offers[offer.ring] = (offer.train_step, offer.check)
             self._job_access.changed.notify_all()
             while (decision := self._resume_decision(self._job_access.started_job(), offer.ring)) is None:
                 if call.left_s() <= 0 or call.cancelled.is_set():
                     raise DeadlineError(
-                        explain(
-                            "checkpoint that the rings resume from",
-                            got="some have not offered their checkpoint",
-                            expected="all that are there",
-                            do="Call Checkpoints.load on every rank",
-                        )
+                        "checkpoint that the rings resume from",
+                        got="some have not offered their checkpoint",
+                        expected="all that are there",
+                        do="Call Checkpoints.load on every rank",
                     )
                 self._job_access.changed.wait(min(_OFFER_POLL_S, max(0.0, call.left_s())))
         return decision
 
-    def _resume_decision(self, job: ServerJob, ring: int) -> ResumeDecision | None:
+    def _resume_decision(self, job: ServerJob, ring: int) -> messages.ResumeDecision | None:
         """Return the decision for that ring; None as long as it has to wait."""
         if job.resumed is not None:
             resumed, num_done = job.resumed, job.model.progress.num_done
-            return ResumeDecision(
+            return messages.ResumeDecision(
                 verdict="resumed", train_step=resumed.train_step, check=resumed.check, num_done=num_done
             )
         if job.has_nothing_to_resume:
-            return ResumeDecision(verdict="nothing", num_done=job.model.progress.num_done)
+            return messages.ResumeDecision(verdict="nothing", num_done=job.model.progress.num_done)
         present_rings = set(range(len(job.setup.rings))) - self._absent_rings(job)
         if not present_rings <= job.checkpoint_offers.keys():
             return None
@@ -155,12 +141,14 @@ class CheckpointHandlers:
         )
         if best is None:
             job.has_nothing_to_resume = True
-            return ResumeDecision(verdict="nothing")
+            return messages.ResumeDecision(verdict="nothing")
         source_ring = min(each for each in present_rings if job.checkpoint_offers[each] == best)
-        return ResumeDecision(verdict="give", train_step=best[0], check=best[1]) if ring == source_ring else None
+        return (
+            messages.ResumeDecision(verdict="give", train_step=best[0], check=best[1]) if ring == source_ring else None
+        )
 
     def _restore_snapshot(self, call: RpcCall) -> Ack:
-        piece: RestoreSnapshot = call.message
+        piece: messages.RestoreSnapshot = call.message
         job = self._job_access.find_job(piece.term, piece.ring, call.peer)
         content = self._receive_piece(job, piece, b"".join(call.buffers))
         if content is None:
@@ -171,12 +159,10 @@ class CheckpointHandlers:
             if job.resumed is None:  # else it is a repetition, or another ring was faster
                 if job.has_begun:
                     raise TrainingError(
-                        explain(
-                            "checkpoint to go on from",
-                            got="one after the first samples were drawn",
-                            expected="it before",
-                            do="Call Checkpoints.load right after prepare",
-                        )
+                        "checkpoint to go on from",
+                        got="one after the first samples were drawn",
+                        expected="it before",
+                        do="Call Checkpoints.load right after prepare",
                     )
                 start = piece.start
                 position = DataPosition(pass_number=start.pass_number, epoch=start.epoch, done=tuple(start.done))
@@ -191,24 +177,18 @@ class CheckpointHandlers:
             self._job_access.changed.notify_all()
         return Ack()
 
-    def _receive_piece(self, job: ServerJob, piece: RestoreSnapshot, content: bytes) -> bytes | None:
-        """Add a piece; return the whole snapshot once it is complete.
-
-        Raises:
-            TrainingError: It is larger than any snapshot of this job, or has gaps.
-        """
+    def _receive_piece(self, job: ServerJob, piece: messages.RestoreSnapshot, content: bytes) -> bytes | None:
+        """Add a piece; return the whole snapshot once it is complete."""
         max_bytes = _MAX_BOOKS_BYTES + _MAX_STATE_COPIES * job.model.step_start.num_bytes
         with self._job_access.changed:
             held = bytearray() if piece.first_byte == 0 else self._uploads.get(piece.ring, bytearray())
             is_too_long = max(piece.num_bytes, len(held) + len(content)) > min(max_bytes, piece.num_bytes)
             if is_too_long or len(held) != piece.first_byte:
                 raise TrainingError(
-                    explain(
-                        "piece of a snapshot",
-                        got=f"byte {piece.first_byte} of {piece.num_bytes}",
-                        expected=f"byte {len(held)}, of at most {max_bytes}",
-                        do="Give back what this server, or one of the same model, has written",
-                    )
+                    "piece of a snapshot",
+                    got=f"byte {piece.first_byte} of {piece.num_bytes}",
+                    expected=f"byte {len(held)}, of at most {max_bytes}",
+                    do="Give back what this server, or one of the same model, has written",
                 )
             held += content
             self._uploads[piece.ring] = held
@@ -217,7 +197,7 @@ class CheckpointHandlers:
             return bytes(self._uploads.pop(piece.ring))
 
 
-def fit_snapshot(snapshot: ServerSnapshot, setup: ServerSetup) -> ServerSnapshot:
+def fit_snapshot(snapshot: ServerSnapshot, setup: messages.ServerSetup) -> ServerSnapshot:
     """Return the snapshot for this job's rings.
 
     Raises:
@@ -236,5 +216,5 @@ def fit_snapshot(snapshot: ServerSnapshot, setup: ServerSetup) -> ServerSnapshot
         if both[0][what] != wanted:
             got, expected = str(both[0][what])[:200], str(wanted)[:200]
             do = "Train what the checkpoint is of, or begin in another folder"
-            raise TrainingError(explain(f"{what} of the checkpoint of rings", got=got, expected=expected, do=do))
+            raise TrainingError(f"{what} of the checkpoint of rings", got=got, expected=expected, do=do)
     return replace(snapshot, setup=setup, pushed={}, live_state=None, ring_bases={})

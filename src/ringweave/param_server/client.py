@@ -10,42 +10,8 @@ from typing_extensions import Buffer
 
 from ringweave import rpc
 from ringweave.errors import ConnectionLostError, DeadlineError, NotLeaderError, RemoteError, RpcError, explain
+from ringweave.param_server import messages
 from ringweave.param_server.data_shards import Spans
-from ringweave.param_server.messages import (
-    SNAPSHOT_CHUNK_BYTES,
-    SNAPSHOT_STATE_NAME,
-    BarrierArrival,
-    BarrierReply,
-    DataStart,
-    EndExchangeBenchmark,
-    ExchangeBenchmark,
-    ExchangeBenchmarkResult,
-    LeaderStatus,
-    LeaderStatusRequest,
-    LeaveRing,
-    OfferCheckpoint,
-    OptimizerOption,
-    PauseRing,
-    Pull,
-    PullResult,
-    Push,
-    PushResult,
-    RegisterRingLeader,
-    RegroupRings,
-    ReleaseSnapshot,
-    RestoreSnapshot,
-    ResumeDecision,
-    RingAssignmentReply,
-    RingAssignmentRequest,
-    ServerSetup,
-    ServerStatus,
-    ServerStatusRequest,
-    ShardResult,
-    SnapshotReply,
-    SnapshotRequest,
-    StartJob,
-    TakeShard,
-)
 from ringweave.rpc import state_transfer
 from ringweave.rpc.state_transfer import BackgroundThrottle
 
@@ -60,7 +26,7 @@ _STATUS_FRESH_S = 1.0
 class _ServerAnswer:
     """Answer of a server, with its time."""
 
-    status: LeaderStatus
+    status: messages.LeaderStatus
     at_s: float
 
 
@@ -174,7 +140,7 @@ class LeaderFinder:
         if client is not None:
             client.close()
 
-    def _record_answer(self, index: int, status: LeaderStatus | None, reason: RpcError | None) -> None:
+    def _record_answer(self, index: int, status: messages.LeaderStatus | None, reason: RpcError | None) -> None:
         """Record the answer or failure of a server; a leader of a later term replaces the present one."""
         client: rpc.RpcClient | None = None
         with self._changed:
@@ -190,13 +156,13 @@ class LeaderFinder:
             client.abort()  # it may be cut off: a graceful close would have to wait
 
 
-def _query_leader_status(client: rpc.RpcClient) -> LeaderStatus:
+def _query_leader_status(client: rpc.RpcClient) -> messages.LeaderStatus:
     try:
-        status = client.call(LeaderStatusRequest(), timeout_s=LEADER_CALL_TIMEOUT_S).message
+        status = client.call(messages.LeaderStatusRequest(), timeout_s=LEADER_CALL_TIMEOUT_S).message
     except RpcError:
         client.close()
         raise
-    assert isinstance(status, LeaderStatus), "the class of the reply"
+    assert isinstance(status, messages.LeaderStatus), "the class of the reply"
     return status
 
 
@@ -217,7 +183,7 @@ class RingPush:
     num_samples: int
     batch_share: float
     absent: list[int] = field(default_factory=list)
-    options: list[dict[str, OptimizerOption]] = field(default_factory=list)
+    options: list[dict[str, messages.OptimizerOption]] = field(default_factory=list)
     ring_progress: str = ""
     num_batches: int = 1
     pass_number: int = 0
@@ -273,51 +239,52 @@ class RingClient:
         self._registered_leader: tuple[rpc.RpcClient, tuple[int, int]] | None = None
         """Connection and generation for which the leader of the ring is registered."""
 
-    def start_job(self, setup: ServerSetup, parameters: Sequence[Buffer]) -> None:
+    def start_job(self, setup: messages.ServerSetup, parameters: Sequence[Buffer]) -> None:
         """Start the job; only rank 0 calls this."""
 
         def once(client: rpc.RpcClient, term: int) -> rpc.RpcReply:
-            return client.call(StartJob(term=term, setup=setup), parameters, timeout_s=self._answer_timeout_s)
+            return client.call(messages.StartJob(term=term, setup=setup), parameters, timeout_s=self._answer_timeout_s)
 
         self._call(once)
 
     def benchmark_exchange(
-        self, setup: ServerSetup, content: Sequence[Buffer], into: Sequence[Buffer]
-    ) -> ExchangeBenchmarkResult:
+        self, setup: messages.ServerSetup, content: Sequence[Buffer], into: Sequence[Buffer]
+    ) -> messages.ExchangeBenchmarkResult:
         """Benchmark a push and a pull before the job starts, without a trace; return the server's costs so far."""
 
-        def once(client: rpc.RpcClient, term: int) -> ExchangeBenchmarkResult:
-            message = ExchangeBenchmark(term=term, setup=setup)
+        def once(client: rpc.RpcClient, term: int) -> messages.ExchangeBenchmarkResult:
+            message = messages.ExchangeBenchmark(term=term, setup=setup)
             said = client.call(message, content, timeout_s=self._answer_timeout_s, into=into).message
-            assert isinstance(said, ExchangeBenchmarkResult), "the class of the reply"
+            assert isinstance(said, messages.ExchangeBenchmarkResult), "the class of the reply"
             return said
 
         return self._call(once)
 
     def end_benchmark(self) -> None:
-        """End the benchmarks of this process."""
-        self._call(lambda client, term: client.call(EndExchangeBenchmark(term=term), timeout_s=self._answer_timeout_s))
+        self._call(
+            lambda client, term: client.call(messages.EndExchangeBenchmark(term=term), timeout_s=self._answer_timeout_s)
+        )
 
     def pull(self, after_sequence: int, into: Sequence[Buffer]) -> int:
         """Fetch the parameters; return their version."""
 
         def once(client: rpc.RpcClient, term: int) -> int:
-            message = Pull(term=term, ring=self._ring, after_sequence=after_sequence)
+            message = messages.Pull(term=term, ring=self._ring, after_sequence=after_sequence)
             return _pulled_version(client.call(message, timeout_s=self._answer_timeout_s, into=into))
 
         return self._call_as_leader(once)
 
     def push_and_pull(
         self, ring_push: RingPush, content: Sequence[Buffer], into: Sequence[Buffer]
-    ) -> tuple[PushResult, int]:
+    ) -> tuple[messages.PushResult, int]:
         """Push, and fetch the parameters that follow, in one round trip.
 
         Returns:
             The result of the push, and the version of the parameters.
         """
 
-        def once(client: rpc.RpcClient, term: int) -> tuple[PushResult, int]:
-            pull = Pull(term=term, ring=self._ring, after_sequence=ring_push.sequence)
+        def once(client: rpc.RpcClient, term: int) -> tuple[messages.PushResult, int]:
+            pull = messages.Pull(term=term, ring=self._ring, after_sequence=ring_push.sequence)
             pushing = client.start(self._push_message(ring_push, term), content, timeout_s=self._answer_timeout_s)
             pulling = client.start(pull, timeout_s=self._answer_timeout_s, into=into)
             try:
@@ -325,17 +292,17 @@ class RingClient:
             except RpcError:
                 pulling.cancel()
                 raise
-            assert isinstance(pushed, PushResult), "the class of the reply"
+            assert isinstance(pushed, messages.PushResult), "the class of the reply"
             return pushed, _pulled_version(pulling.wait())
 
         return self._call_as_leader(once)
 
-    def push(self, ring_push: RingPush, content: Sequence[Buffer]) -> PushResult:
+    def push(self, ring_push: RingPush, content: Sequence[Buffer]) -> messages.PushResult:
         """Push without fetching parameters: the ring is idle afterwards."""
 
-        def once(client: rpc.RpcClient, term: int) -> PushResult:
+        def once(client: rpc.RpcClient, term: int) -> messages.PushResult:
             pushed = client.call(self._push_message(ring_push, term), content, timeout_s=self._answer_timeout_s).message
-            assert isinstance(pushed, PushResult), "the class of the reply"
+            assert isinstance(pushed, messages.PushResult), "the class of the reply"
             return pushed
 
         return self._call_as_leader(once)
@@ -359,7 +326,7 @@ class RingClient:
         self._num_shards = shard_number = self._num_shards + 1 if number is None else number
 
         def once(client: rpc.RpcClient, term: int) -> tuple[int, int]:
-            message = TakeShard(
+            message = messages.TakeShard(
                 term=term,
                 ring=self._ring,
                 number=shard_number,
@@ -370,7 +337,7 @@ class RingClient:
                 ended_epoch=ended_epoch,
             )
             taken = client.call(message, timeout_s=self._answer_timeout_s).message
-            assert isinstance(taken, ShardResult), "the class of the reply"
+            assert isinstance(taken, messages.ShardResult), "the class of the reply"
             return taken.first, taken.num_samples
 
         return self._call_as_leader(once)
@@ -378,7 +345,9 @@ class RingClient:
     def pause_ring(self) -> None:
         """Pause the ring while it regroups: no ring waits for it until it pushes or pulls."""
         self._call(
-            lambda client, term: client.call(PauseRing(term=term, ring=self._ring), timeout_s=self._answer_timeout_s)
+            lambda client, term: client.call(
+                messages.PauseRing(term=term, ring=self._ring), timeout_s=self._answer_timeout_s
+            )
         )
 
     def wait_barrier(self, number: int, epoch: int, text: str) -> dict[int, str]:
@@ -388,24 +357,25 @@ class RingClient:
         """
 
         def once(client: rpc.RpcClient, term: int) -> dict[int, str]:
-            meet = BarrierArrival(term=term, ring=self._ring, number=number, epoch=epoch, text=text)
+            meet = messages.BarrierArrival(term=term, ring=self._ring, number=number, epoch=epoch, text=text)
             met = client.call(meet, timeout_s=self._answer_timeout_s).message
-            assert isinstance(met, BarrierReply), "the class of the reply"
+            assert isinstance(met, messages.BarrierReply), "the class of the reply"
             return {int(ring): each for ring, each in met.texts.items()}
 
         return self._call_as_leader(once)
 
-    def request_assignment(self, slot: int, *, is_starting: bool = False) -> RingAssignmentReply:
+    def request_assignment(self, slot: int, *, is_starting: bool = False) -> messages.RingAssignmentReply:
         """Return the rings, once the job has started, and the progress of that slot's ring.
 
         `is_starting` says that no member of the ring has anything in flight.
         """
 
-        def once(client: rpc.RpcClient, term: int) -> RingAssignmentReply:
+        def once(client: rpc.RpcClient, term: int) -> messages.RingAssignmentReply:
             seated = client.call(
-                RingAssignmentRequest(term=term, slot=slot, begins=is_starting), timeout_s=self._answer_timeout_s
+                messages.RingAssignmentRequest(term=term, slot=slot, begins=is_starting),
+                timeout_s=self._answer_timeout_s,
             ).message
-            assert isinstance(seated, RingAssignmentReply), "the class of the reply"
+            assert isinstance(seated, messages.RingAssignmentReply), "the class of the reply"
             return seated
 
         return self._call(once)
@@ -414,7 +384,7 @@ class RingClient:
         """Form other rings; all of them are idle, and each has new clients afterwards."""
 
         def once(client: rpc.RpcClient, term: int) -> rpc.RpcReply:
-            message = RegroupRings(term=term, ring=self._ring, rings=[list(ring) for ring in rings])
+            message = messages.RegroupRings(term=term, ring=self._ring, rings=[list(ring) for ring in rings])
             return client.call(message, timeout_s=self._answer_timeout_s)
 
         self._call(once)
@@ -426,8 +396,10 @@ class RingClient:
         """
 
         def once(client: rpc.RpcClient, term: int) -> dict[str, bytearray] | None:
-            snapped = client.call(SnapshotRequest(term=term, ring=self._ring), timeout_s=self._answer_timeout_s).message
-            assert isinstance(snapped, SnapshotReply), "the class of the reply"
+            snapped = client.call(
+                messages.SnapshotRequest(term=term, ring=self._ring), timeout_s=self._answer_timeout_s
+            ).message
+            assert isinstance(snapped, messages.SnapshotReply), "the class of the reply"
             if not snapped.is_there:
                 return None
             rooms: dict[str, bytearray] = {}
@@ -438,30 +410,30 @@ class RingClient:
 
             pace = BackgroundThrottle(lambda: 0.0, threading.Event())
             state_transfer.fetch_state(
-                client, SNAPSHOT_STATE_NAME, place, timeout_s=self._answer_timeout_s, throttle=pace
+                client, messages.SNAPSHOT_STATE_NAME, place, timeout_s=self._answer_timeout_s, throttle=pace
             )
-            client.call(ReleaseSnapshot(term=term, ring=self._ring), timeout_s=self._answer_timeout_s)
+            client.call(messages.ReleaseSnapshot(term=term, ring=self._ring), timeout_s=self._answer_timeout_s)
             return rooms
 
         return self._call(once)
 
-    def offer_checkpoint(self, train_step: int, check: str) -> ResumeDecision:
+    def offer_checkpoint(self, train_step: int, check: str) -> messages.ResumeDecision:
         """Offer a checkpoint; return the decision once all rings have. `check` is empty without a checkpoint."""
 
-        def once(client: rpc.RpcClient, term: int) -> ResumeDecision:
-            offer = OfferCheckpoint(term=term, ring=self._ring, train_step=train_step, check=check)
+        def once(client: rpc.RpcClient, term: int) -> messages.ResumeDecision:
+            offer = messages.OfferCheckpoint(term=term, ring=self._ring, train_step=train_step, check=check)
             ruled = client.call(offer, timeout_s=self._answer_timeout_s).message
-            assert isinstance(ruled, ResumeDecision), "the class of the reply"
+            assert isinstance(ruled, messages.ResumeDecision), "the class of the reply"
             return ruled
 
         return self._call(once)
 
-    def restore_snapshot(self, content: bytes, decision: ResumeDecision, start: DataStart) -> None:
+    def restore_snapshot(self, content: bytes, decision: messages.ResumeDecision, start: messages.DataStart) -> None:
         """Send the snapshot of the checkpoint from which all resume; see `RestoreSnapshot`."""
 
         def once(client: rpc.RpcClient, term: int) -> None:
-            for first in range(0, len(content), SNAPSHOT_CHUNK_BYTES):
-                piece = RestoreSnapshot(
+            for first in range(0, len(content), messages.SNAPSHOT_CHUNK_BYTES):
+                piece = messages.RestoreSnapshot(
                     term=term,
                     ring=self._ring,
                     num_bytes=len(content),
@@ -470,22 +442,24 @@ class RingClient:
                     check=decision.check,
                     start=start,
                 )
-                client.call(piece, [content[first : first + SNAPSHOT_CHUNK_BYTES]], timeout_s=self._answer_timeout_s)
+                client.call(
+                    piece, [content[first : first + messages.SNAPSHOT_CHUNK_BYTES]], timeout_s=self._answer_timeout_s
+                )
 
         self._call(once)
 
-    def status(self) -> ServerStatus:
+    def status(self) -> messages.ServerStatus:
         status = self._call(
-            lambda client, _: client.call(ServerStatusRequest(), timeout_s=self._answer_timeout_s)
+            lambda client, _: client.call(messages.ServerStatusRequest(), timeout_s=self._answer_timeout_s)
         ).message
-        assert isinstance(status, ServerStatus), "the class of the reply"
+        assert isinstance(status, messages.ServerStatus), "the class of the reply"
         return status
 
     def leave_ring(self, *, is_for_good: bool) -> None:
         """Become idle until the next pull; or leave for good and close the connection."""
 
         def once(client: rpc.RpcClient, term: int) -> rpc.RpcReply:
-            message = LeaveRing(term=term, ring=self._ring, is_for_good=is_for_good)
+            message = messages.LeaveRing(term=term, ring=self._ring, is_for_good=is_for_good)
             return client.call(message, timeout_s=self._answer_timeout_s)
 
         self._call_as_leader(once)
@@ -495,8 +469,8 @@ class RingClient:
     def close(self) -> None:
         self._leader_finder.close()
 
-    def _push_message(self, ring_push: RingPush, term: int) -> Push:
-        return Push(
+    def _push_message(self, ring_push: RingPush, term: int) -> messages.Push:
+        return messages.Push(
             term=term,
             ring=self._ring,
             sequence=ring_push.sequence,
@@ -514,17 +488,13 @@ class RingClient:
         )
 
     def _call_as_leader(self, do: Callable[[rpc.RpcClient, int], CallResultT]) -> CallResultT:
-        """Call as `_call` does, after the representative of the ring is registered at the server.
-
-        Raises:
-            WireError: As in `_call`; RemoteError also where the ring has another representative by now.
-        """
+        """Call as `_call` does, after the representative of the ring is registered at the server."""
 
         def once(client: rpc.RpcClient, term: int) -> CallResultT:
             spoken = (client, self._generation_id()) if self._generation_id else None
             if spoken is not None and spoken != self._registered_leader:
                 least = sorted(self._least_incarnations().items())
-                registration = RegisterRingLeader(
+                registration = messages.RegisterRingLeader(
                     term=term, ring=self._ring, generation_id=spoken[1], least_incarnations=least
                 )
                 client.call(registration, timeout_s=self._answer_timeout_s)
@@ -534,11 +504,7 @@ class RingClient:
         return self._call(once)
 
     def _call(self, do: Callable[[rpc.RpcClient, int], CallResultT]) -> CallResultT:
-        """Call the leading server, again on a new connection if one breaks.
-
-        Raises:
-            WireError: The server refused or failed, or was out of reach for too long.
-        """
+        """Call the leading server, again on a new connection if one breaks."""
         began_s = self._clock()
         failing_since_s: float | None = None
         while True:
@@ -560,5 +526,5 @@ class RingClient:
 
 
 def _pulled_version(answer: rpc.RpcReply) -> int:
-    assert isinstance(answer.message, PullResult), "the class of the reply"
+    assert isinstance(answer.message, messages.PullResult), "the class of the reply"
     return answer.message.version

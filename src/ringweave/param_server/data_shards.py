@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.param_server.throttle import RingThroughput
 
 Span = tuple[int, int]
@@ -34,7 +34,6 @@ class DataPosition:
 
     @property
     def num_done(self) -> int:
-        """Number of those samples."""
         return sum(count for _, count in self.done)
 
     def after_push(self, pass_number: int, epoch: int, spans: Iterable[Span]) -> "DataPosition":
@@ -190,12 +189,10 @@ class ShardDispatcher:
         expected = last.number + 1 if last else 1
         if number != expected or num_samples < 1 or (last is not None and epoch < last.epoch):
             raise TrainingError(
-                explain(
-                    f"data shard of ring {ring}",
-                    got=(number, epoch, num_samples),
-                    expected=f"number {expected}, at least one sample, and no epoch that is over",
-                    do="Iterate over the loader that prepare returned, from one epoch to the next",
-                )
+                f"data shard of ring {ring}",
+                got=(number, epoch, num_samples),
+                expected=f"number {expected}, at least one sample, and no epoch that is over",
+                do="Iterate over the loader that prepare returned, from one epoch to the next",
             )
         first = self._taken.get(epoch, 0)
         num_left = max(0, epoch_samples - first)

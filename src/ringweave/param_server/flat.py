@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.param_server.messages import TensorSpec
 
 _TRAINABLE_DTYPES = {"float16", "bfloat16", "float32", "float64", "complex64", "complex128"}
@@ -84,11 +84,9 @@ class FlatTensors:
 def _torch_dtype(name: str, where: str) -> torch.dtype:
     if name not in _TRAINABLE_DTYPES:
         raise TrainingError(
-            explain(
-                f"dtype of {where}",
-                got=name,
-                expected=f"one of {', '.join(sorted(_TRAINABLE_DTYPES))}",
-                do="Leave such parameters out of the optimizer",
-            )
+            f"dtype of {where}",
+            got=name,
+            expected=f"one of {', '.join(sorted(_TRAINABLE_DTYPES))}",
+            do="Leave such parameters out of the optimizer",
         )
     return getattr(torch, name)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.param_server import flat, snapshots
 from ringweave.param_server.barrier import BARRIERS_PER_PASS, BarrierResult, RingBarrier
 from ringweave.param_server.data_shards import DataPosition, DataShard, ResumePoint, ShardDispatcher
@@ -396,13 +396,11 @@ def check_finite(setup: ServerSetup, push: Push, buffers: Sequence[memoryview]) 
         num_bad = view.numel() - int(torch.isfinite(view).sum())
         if num_bad:
             raise TrainingError(
-                explain(
-                    f"{push.content} of ring {push.ring} (rank {', '.join(map(str, setup.rings[push.ring]))})",
-                    got=f"{num_bad} of {view.numel()} numbers of parameter {spec.name} are not finite",
-                    expected="finite numbers; the push is refused, and the parameters are unchanged",
-                    do="Look at the samples and the loss of these ranks, or clip gradients",
-                    where=f"push {push.sequence}",
-                )
+                f"{push.content} of ring {push.ring} (rank {', '.join(map(str, setup.rings[push.ring]))})",
+                got=f"{num_bad} of {view.numel()} numbers of parameter {spec.name} are not finite",
+                expected="finite numbers; the push is refused, and the parameters are unchanged",
+                do="Look at the samples and the loss of these ranks, or clip gradients",
+                where=f"push {push.sequence}",
             )
 
 
@@ -415,10 +413,8 @@ def check_buffers(setup: ServerSetup, sizes: Sequence[int]) -> None:
     expected = flat.buffer_sizes(setup.tensors)
     if tuple(sizes) != expected:
         raise TrainingError(
-            explain(
-                "bytes of a push",
-                got=list(sizes),
-                expected=f"{list(expected)}, those of the model",
-                do="Train the same model",
-            )
+            "bytes of a push",
+            got=list(sizes),
+            expected=f"{list(expected)}, those of the model",
+            do="Train the same model",
         )

@@ -158,10 +158,7 @@ class FailoverRules:
     def should_go_on(self, now_s: float, reachability: Reachability, *, is_other_gone: bool) -> bool:
         """Return whether to go on without the other server: it has closed or is silent, and rings are heard.
 
-        Args:
-            now_s: Present time.
-            reachability: Rings that are heard.
-            is_other_gone: Its connection has ended, so it need not be awaited.
+        `is_other_gone`: its connection has ended, so it need not be awaited.
         """
         silent_s = now_s - self._last_heard_s if self._last_heard_s is not None else 0.0
         match reachability:

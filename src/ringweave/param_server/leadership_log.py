@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
-from ringweave.errors import NotLeaderError, UsageError, explain
+from ringweave.errors import NotLeaderError, UsageError
 from ringweave.files import file_io
 from ringweave.param_server.leadership import LeadershipRecord
 
@@ -185,7 +185,7 @@ def open_log(where: str) -> LeadershipLog:
         number = where.removeprefix(DESCRIPTOR_PREFIX)
         if not number.isascii() or not number.isdigit():
             do = "Leave --claims to the launcher, or give a folder"
-            raise UsageError(explain("leadership log", got=where, expected="a folder, or fd:N", do=do))
+            raise UsageError("leadership log", got=where, expected="a folder, or fd:N", do=do)
         return SocketLeadershipLog(socket.socket(fileno=int(number)))
     return FolderLeadershipLog(Path(where))
 
@@ -263,7 +263,7 @@ def parse_record(text: str) -> LeadershipRecord:
 
 def log_error(got: str, *, expected: str, do: str, where: str = "") -> NotLeaderError:
     """Return the error of a log that cannot be used."""
-    return NotLeaderError(explain("leadership log", got=got, expected=expected, do=do, where=where))
+    return NotLeaderError("leadership log", got=got, expected=expected, do=do, where=where)
 
 
 def _agent_error(got: str) -> NotLeaderError:

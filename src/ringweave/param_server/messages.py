@@ -136,7 +136,6 @@ class Push(rpc.RpcMessage):
     pass_number: Count = 0
     """Number of the pass over the data that contains its samples."""
     epoch: Count = 0
-    """Epoch of that pass."""
     spans: list[ValidatedSpan] = pydantic.Field(default_factory=list)
     """Samples of the pass: places in the order of the whole epoch."""
     absent: list[Count] = pydantic.Field(default_factory=list)
@@ -274,13 +273,11 @@ class RingAssignmentReply(rpc.RpcMessage):
     shares: list[list[Count]] = pydantic.Field(default_factory=list)
     """Samples of each rank, as in the setup."""
     local_steps: list[Count] = pydantic.Field(default_factory=list)
-    """Steps of each ring, as in the setup."""
     num_pushed: Count = 0
     num_shards: Count = 0
     num_barriers: Count = 0
     """Barriers of passes that the ring has completed."""
     epoch: Count = 0
-    """Epoch that the ring is in."""
     ring_progress: str = ""
     """Text that came with the ring's last push."""
     resumed: list[ValidatedSpan] = pydantic.Field(default_factory=list)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.param_server import optimizers
 from ringweave.param_server.flat import FlatTensors
 from ringweave.param_server.messages import OptimizerOption, ParameterGroup, Push, ServerSetup
@@ -98,11 +98,7 @@ class AccumulatingModel:
     def apply_change(self, change: FlatTensors, share: float, num_steps: int = 1, damping: float = 1.0) -> None:
         """Move all parameters by a multiple of the change in a ring's local steps.
 
-        Args:
-            change: Difference of the ring's parameters.
-            share: The ring's part of a train step, in each local step.
-            num_steps: Number of local steps.
-            damping: Weight beside the changes of others; the number of steps counts in full.
+        `damping`: weight beside the changes of others; the number of steps counts in full.
         """
         for own, moved in zip(self._step_start.pieces, change.pieces, strict=True):
             own.add_(moved, alpha=share * damping)
@@ -179,7 +175,7 @@ class AccumulatingModel:
     def _check_places(self, absent: Sequence[int]) -> None:
         if not all(place < len(self.setup.tensors) for place in absent):
             raise TrainingError(
-                explain("absent gradients", got=list(absent), expected="places of parameters", do="Push them whole")
+                "absent gradients", got=list(absent), expected="places of parameters", do="Push them whole"
             )
 
     def _block_groups(self) -> list[ParameterGroup]:

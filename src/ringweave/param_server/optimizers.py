@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.files.problems import suggest_closest
 from ringweave.param_server.messages import OptimizerOption, ParameterGroup
 
@@ -33,7 +33,7 @@ def check_optimizer_name(name: str) -> str:
     """
     if name not in OPTIMIZER_NAMES:
         do = suggest_closest(name, OPTIMIZER_NAMES) or "Use one of them, or mode balanced, which takes any"
-        raise TrainingError(explain("optimizer", got=name, expected=f"one of {', '.join(OPTIMIZER_NAMES)}", do=do))
+        raise TrainingError("optimizer", got=name, expected=f"one of {', '.join(OPTIMIZER_NAMES)}", do=do)
     return name
 
 
@@ -53,12 +53,10 @@ def check_fresh(states: Iterable[Mapping[str, Any]]) -> None:
     """
     if has_taken_steps(states):
         raise TrainingError(
-            explain(
-                "state of the optimizer",
-                got="of steps that it has taken",
-                expected="none: in this mode the optimizer is the parameter server's, which begins anew",
-                do="Go on from a checkpoint of ringweave.Checkpoints, which has the server's, or use mode balanced",
-            )
+            "state of the optimizer",
+            got="of steps that it has taken",
+            expected="none: in this mode the optimizer is the parameter server's, which begins anew",
+            do="Go on from a checkpoint of ringweave.Checkpoints, which has the server's, or use mode balanced",
         )
 
 
@@ -88,9 +86,7 @@ def make_optimizer(
         return optimizer_class(settings, lr=settings[0].get("lr", 0.0), **({"fused": True} if is_fused else {}))
     except (TypeError, ValueError, IndexError) as cause:
         raise TrainingError(
-            explain(
-                f"options of {name}", got=str(cause), expected="those of the script", do="Run the same torch everywhere"
-            )
+            f"options of {name}", got=str(cause), expected="those of the script", do="Run the same torch everywhere"
         ) from cause
 
 
@@ -102,18 +98,16 @@ def check_options(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[st
     """
     if len(options) != len(optimizer.param_groups) or not all(_is_number(each.get("lr")) for each in options):
         raise TrainingError(
-            explain(
-                "options of the optimizer's groups",
-                got=[sorted(given) for given in options],
-                expected=f"those of {len(optimizer.param_groups)} groups, a number as lr among them",
-                do=_SAME_SCRIPT_HINT,
-            )
+            "options of the optimizer's groups",
+            got=[sorted(given) for given in options],
+            expected=f"those of {len(optimizer.param_groups)} groups, a number as lr among them",
+            do=_SAME_SCRIPT_HINT,
         )
     for group, given in zip(optimizer.param_groups, options, strict=True):
         for name, value in given.items():
             if name in _LOCAL_OPTIONS or (name in group and not _is_same_kind(value, group[name])):
                 expected = "nothing, it is the server's own" if name in _LOCAL_OPTIONS else f"one like {group[name]!r}"
-                raise TrainingError(explain(f"option {name}", got=value, expected=expected, do=_SAME_SCRIPT_HINT))
+                raise TrainingError(f"option {name}", got=value, expected=expected, do=_SAME_SCRIPT_HINT)
 
 
 def adjust_options(
@@ -166,5 +160,5 @@ def _plain_value(name: str, value: object) -> OptimizerOption:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TrainingError(
-        explain(f"option {name} of the optimizer", got=value, expected="a number, a text or None", do="Leave it out")
+        f"option {name} of the optimizer", got=value, expected="a number, a text or None", do="Leave it out"
     )

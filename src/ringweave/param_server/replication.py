@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 import pydantic
 
 from ringweave import rpc
-from ringweave.errors import RefusedError, explain
+from ringweave.errors import RefusedError
 from ringweave.param_server.barrier import BarrierResult
 from ringweave.param_server.data_shards import DataShard
 from ringweave.param_server.messages import BarrierArrival, Count, LeaveRing, PauseRing, Push
@@ -70,12 +70,10 @@ class NoStandby:
         """
         if term != self.term:
             raise RefusedError(
-                explain(
-                    "term of the parameter server",
-                    got=term,
-                    expected=f"{self.term}, that of this one",
-                    do="Ask which server leads now, and join again",
-                )
+                "term of the parameter server",
+                got=term,
+                expected=f"{self.term}, that of this one",
+                do="Ask which server leads now, and join again",
             )
 
     def replicate_start(self) -> None:

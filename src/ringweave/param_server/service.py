@@ -11,30 +11,13 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from ringweave import rpc
-from ringweave.errors import ConnectionLostError, DeadlineError, TrainingError, explain
+from ringweave.errors import ConnectionLostError, DeadlineError, TrainingError
 from ringweave.param_server import job as param_server_job
-from ringweave.param_server import sessions, snapshots
+from ringweave.param_server import messages, sessions, snapshots
 from ringweave.param_server.barrier import BarrierResult
 from ringweave.param_server.checkpoint_handlers import CheckpointHandlers
 from ringweave.param_server.flat import FlatTensors
 from ringweave.param_server.job import ServerCounts, ServerJob
-from ringweave.param_server.messages import (
-    EndExchangeBenchmark,
-    ExchangeBenchmark,
-    ExchangeBenchmarkResult,
-    LeaveRing,
-    Pull,
-    PullResult,
-    Push,
-    PushResult,
-    RegroupRings,
-    ServerSetup,
-    ServerStatus,
-    ServerStatusRequest,
-    ShardResult,
-    StartJob,
-    TakeShard,
-)
 from ringweave.param_server.model import AccumulatingModel
 from ringweave.param_server.replication import NoStandby, Replicator
 from ringweave.param_server.sessions import RingSessions
@@ -45,13 +28,12 @@ from ringweave.rpc.state_transfer import StateServer
 from ringweave.topology import cgroups
 
 
-def regroup_setup(setup: ServerSetup, rings: Sequence[Sequence[int]], computing: Sequence[int]) -> ServerSetup:
+def regroup_setup(
+    setup: messages.ServerSetup, rings: Sequence[Sequence[int]], computing: Sequence[int]
+) -> messages.ServerSetup:
     """Return the setup with these rings.
 
-    Args:
-        setup: Present setup of the job.
-        rings: Ranks of each ring.
-        computing: Rings that are not idle: their next push would be counted to another ring.
+    `computing`: rings that are not idle: their next push would be counted to another ring.
 
     Raises:
         TrainingError: The rings are not of the job's ranks, or a ring is still computing.
@@ -60,12 +42,10 @@ def regroup_setup(setup: ServerSetup, rings: Sequence[Sequence[int]], computing:
     if ranks != ranks_before or not all(rings):
         do = "Regroup all ranks of the job"
         expected = f"every one of the ranks {ranks_before} in one of them"
-        raise TrainingError(explain("new rings", got=[list(ring) for ring in rings], expected=expected, do=do))
+        raise TrainingError("new rings", got=[list(ring) for ring in rings], expected=expected, do=do)
     if computing:
         do = "Let every ring leave first, as at the end of an epoch"
-        raise TrainingError(
-            explain("rings that compute while new ones are formed", got=list(computing), expected="none", do=do)
-        )
+        raise TrainingError("rings that compute while new ones are formed", got=list(computing), expected="none", do=do)
     return setup.model_copy(update={"rings": [list(ring) for ring in rings]})
 
 
@@ -82,8 +62,8 @@ class ExchangeBenchmarkHandlers:
 
     def handlers(self) -> list[RpcHandler]:
         return [
-            RpcHandler(message=ExchangeBenchmark, handle=self._benchmark_exchange),
-            RpcHandler(message=EndExchangeBenchmark, handle=self._end_benchmark),
+            RpcHandler(message=messages.ExchangeBenchmark, handle=self._benchmark_exchange),
+            RpcHandler(message=messages.EndExchangeBenchmark, handle=self._end_benchmark),
         ]
 
     def end_benchmarks(self) -> None:
@@ -92,7 +72,7 @@ class ExchangeBenchmarkHandlers:
             self._model, self._is_over = None, True
 
     def _end_benchmark(self, call: RpcCall) -> Ack:
-        message: EndExchangeBenchmark = call.message
+        message: messages.EndExchangeBenchmark = call.message
         self._check_term(message.term)
         with self._lock:
             self._peers.discard(call.peer)
@@ -102,19 +82,17 @@ class ExchangeBenchmarkHandlers:
 
     def _benchmark_exchange(self, call: RpcCall) -> RpcReply:
         """Apply a push and answer the pull after it, in a job whose rings have equal parts of a train step."""
-        message: ExchangeBenchmark = call.message
+        message: messages.ExchangeBenchmark = call.message
         setup = message.setup
         param_server_job.check_buffers(setup, [len(buffer) for buffer in call.buffers])
         if not setup.rings:
-            raise TrainingError(
-                explain("rings of a benchmark", got="none", expected="those of the job", do="Send them")
-            )
+            raise TrainingError("rings of a benchmark", got="none", expected="those of the job", do="Send them")
         self._check_term(message.term)
         parameters = FlatTensors(setup.tensors)
         with self._lock:
             if self._is_over:
                 got, do = "a job that has begun", "Run it before the job begins"
-                raise TrainingError(explain("exchange benchmark", got=got, expected="none yet", do=do))
+                raise TrainingError("exchange benchmark", got=got, expected="none yet", do=do)
             self._peers.add(call.peer)
             model = self._model
             if model is None or model.setup != setup:
@@ -126,7 +104,7 @@ class ExchangeBenchmarkHandlers:
             share, options = 1 / len(setup.rings), [group.options for group in setup.groups]
             model.apply_gradient(FlatTensors.over_buffers(setup.tensors, call.buffers), share, options)
             model.read_parameters(parameters)
-        result = ExchangeBenchmarkResult(processor_s=time.process_time(), cores=cgroups.cores_per_process(1))
+        result = messages.ExchangeBenchmarkResult(processor_s=time.process_time(), cores=cgroups.cores_per_process(1))
         return RpcReply(result, parameters.buffers())
 
 
@@ -179,13 +157,13 @@ class ParameterService:
 
     def handlers(self) -> list[RpcHandler]:
         return [
-            RpcHandler(message=StartJob, handle=self._start),
-            RpcHandler(message=Push, handle=self._push, allocate=self._allocate_push),
-            RpcHandler(message=Pull, handle=self._pull),
-            RpcHandler(message=TakeShard, handle=self._take_shard),
-            RpcHandler(message=LeaveRing, handle=self._leave_ring),
-            RpcHandler(message=RegroupRings, handle=self._regroup),
-            RpcHandler(message=ServerStatusRequest, handle=lambda _: self.status()),
+            RpcHandler(message=messages.StartJob, handle=self._start),
+            RpcHandler(message=messages.Push, handle=self._push, allocate=self._allocate_push),
+            RpcHandler(message=messages.Pull, handle=self._pull),
+            RpcHandler(message=messages.TakeShard, handle=self._take_shard),
+            RpcHandler(message=messages.LeaveRing, handle=self._leave_ring),
+            RpcHandler(message=messages.RegroupRings, handle=self._regroup),
+            RpcHandler(message=messages.ServerStatusRequest, handle=lambda _: self.status()),
             *self.ring_sessions.handlers(),
             *self._checkpoints.handlers(),
             *self._benchmark.handlers(),
@@ -259,13 +237,13 @@ class ParameterService:
             self.changed.notify_all()
             return result
 
-    def status(self) -> ServerStatus:
+    def status(self) -> messages.ServerStatus:
         with self.changed:
             self.counts.most_peers = self._max_peers()
             return param_server_job.server_status(self.job, self.counts, self._copying_bytes)
 
     def _start(self, call: RpcCall) -> Ack:
-        message: StartJob = call.message
+        message: messages.StartJob = call.message
         self._replicator.check_term(message.term)
         setup = message.setup
         param_server_job.check_buffers(setup, [len(buffer) for buffer in call.buffers])
@@ -279,12 +257,10 @@ class ParameterService:
                 self._reset_max_peers()
             elif self.job.setup != setup:
                 raise TrainingError(
-                    explain(
-                        "job on the parameter server",
-                        got="another one",
-                        expected="the one that it has",
-                        do="Call ringweave.prepare once in a run",
-                    )
+                    "job on the parameter server",
+                    got="another one",
+                    expected="the one that it has",
+                    do="Call ringweave.prepare once in a run",
                 )
             job = self.job
         self._benchmark.end_benchmarks()
@@ -294,11 +270,11 @@ class ParameterService:
         return Ack()
 
     def _allocate_push(self, incoming: IncomingCall) -> Sequence[memoryview]:
-        message: Push = incoming.message
+        message: messages.Push = incoming.message
         job = self.find_job_for_leader(message.term, message.ring, incoming.peer)
         return self.push_buffers(job, message, incoming.sizes)
 
-    def push_buffers(self, job: ServerJob, push: Push, sizes: Sequence[int]) -> Sequence[memoryview]:
+    def push_buffers(self, job: ServerJob, push: messages.Push, sizes: Sequence[int]) -> Sequence[memoryview]:
         """Return memory for a push that is about to come."""
         param_server_job.check_buffers(job.setup, sizes)
         with self.changed:
@@ -308,8 +284,8 @@ class ParameterService:
             job.link_speed.push_began(push.ring, self._clock())
         return buffers
 
-    def _push(self, call: RpcCall) -> PushResult:
-        push: Push = call.message
+    def _push(self, call: RpcCall) -> messages.PushResult:
+        push: messages.Push = call.message
         job = self.find_job_for_leader(push.term, push.ring, call.peer)
         with self.changed:
             job.link_speed.push_ended(push.ring, self._clock())
@@ -317,12 +293,10 @@ class ParameterService:
         with self._apply_lock:
             if call.cancelled.is_set():  # while it waited; a live caller repeats it on a new connection
                 raise ConnectionLostError(
-                    explain(
-                        f"push {push.sequence} of ring {push.ring}",
-                        got="from a caller that has hung up",
-                        expected="one that waits for what becomes of it",
-                        do="Push it again",
-                    )
+                    f"push {push.sequence} of ring {push.ring}",
+                    got="from a caller that has hung up",
+                    expected="one that waits for what becomes of it",
+                    do="Push it again",
                 )
             receipt = self._known_receipt(job, push, call.peer)
             if receipt is None:
@@ -331,14 +305,14 @@ class ParameterService:
                 with self.changed:
                     receipt = self.apply_push(job, push, call.buffers)
                     self.changed.notify_all()
-        return PushResult(
+        return messages.PushResult(
             version=receipt.version,
             staleness_versions=receipt.staleness_versions,
             damping=receipt.damping,
             is_repeat=receipt.is_repeat,
         )
 
-    def _known_receipt(self, job: ServerJob, push: Push, peer: rpc.Identity) -> PushReceipt | None:
+    def _known_receipt(self, job: ServerJob, push: messages.Push, peer: rpc.Identity) -> PushReceipt | None:
         """Return the receipt of a push that was applied before; raise if it cannot be applied."""
         with self.changed:
             job.leader_fence.check_leader(push.ring, peer.name)  # the ring may have another representative by now
@@ -350,7 +324,7 @@ class ParameterService:
                 self.counts.repeats += 1
             return receipt
 
-    def apply_push(self, job: ServerJob, push: Push, buffers: Sequence[memoryview]) -> PushReceipt:
+    def apply_push(self, job: ServerJob, push: messages.Push, buffers: Sequence[memoryview]) -> PushReceipt:
         """Apply a push as the next version; with the lock held."""
         age = job.ledger.check(push.ring, push.sequence, push.base_version)
         content = FlatTensors.over_buffers(job.setup.tensors, buffers)
@@ -371,7 +345,7 @@ class ParameterService:
         return receipt
 
     def _pull(self, call: RpcCall) -> RpcReply:
-        pull: Pull = call.message
+        pull: messages.Pull = call.message
         job = self.find_job_for_leader(pull.term, pull.ring, call.peer)
         is_between_pushes = job.setup.compensation > 0
         with self.changed:
@@ -389,12 +363,12 @@ class ParameterService:
                     version, ahead = granted
                     self.counts.sent_bytes += sum(map(len, buffers))
                     self._replicator.replicate_grant(pull.ring, version, ahead, is_between_pushes=is_between_pushes)
-                    return RpcReply(PullResult(version=version), buffers)
+                    return RpcReply(messages.PullResult(version=version), buffers)
             del buffers
 
     def _wait_for_buffers(self, job: ServerJob, call: RpcCall) -> list[memoryview]:
         """Wait for memory for the answer until the ring may continue; raise if too late, or if it is not wanted."""
-        pull: Pull = call.message
+        pull: messages.Pull = call.message
         while True:
             is_wanted = self._is_wanted(job, call)
             buffers = self._sending_buffers(job, pull) if is_wanted else None
@@ -402,12 +376,10 @@ class ParameterService:
                 return buffers
             if call.left_s() <= 0 or not is_wanted:
                 raise DeadlineError(
-                    explain(
-                        f"parameters for ring {pull.ring}",
-                        got=f"version {job.ledger.version} is all there is" if is_wanted else "no caller that waits",
-                        expected=f"its push {pull.after_sequence} applied, and the slowest ring near enough",
-                        do="Look which ring does not push any more",
-                    )
+                    f"parameters for ring {pull.ring}",
+                    got=f"version {job.ledger.version} is all there is" if is_wanted else "no caller that waits",
+                    expected=f"its push {pull.after_sequence} applied, and the slowest ring near enough",
+                    do="Look which ring does not push any more",
                 )
             self.changed.wait(
                 min(_BUFFER_POLL_S if param_server_job.may_pull(job, pull) else _PULL_POLL_S, max(0.0, call.left_s()))
@@ -416,11 +388,11 @@ class ParameterService:
     @staticmethod
     def _is_wanted(job: ServerJob, call: RpcCall) -> bool:
         """Return whether the caller still waits for these parameters, and has not asked for later ones."""
-        pull: Pull = call.message
+        pull: messages.Pull = call.message
         is_heard = job.leader_fence.is_current_leader(pull.ring, call.peer.name)
         return is_heard and not call.cancelled.is_set() and pull.after_sequence == job.last_pull_sequence.get(pull.ring)
 
-    def _sending_buffers(self, job: ServerJob, pull: Pull) -> list[memoryview] | None:
+    def _sending_buffers(self, job: ServerJob, pull: messages.Pull) -> list[memoryview] | None:
         """Return memory for the answer; None if the ring may not continue, or all of it is being sent."""
         return (
             job.sending.pool_for(is_slow=job.link_speed.is_slow(pull.ring)).acquire_nowait()
@@ -428,8 +400,8 @@ class ParameterService:
             else None
         )
 
-    def _take_shard(self, call: RpcCall) -> ShardResult:
-        request: TakeShard = call.message
+    def _take_shard(self, call: RpcCall) -> messages.ShardResult:
+        request: messages.TakeShard = call.message
         job = self.find_job_for_leader(request.term, request.ring, call.peer)
         with self._shard_lock:
             with self.changed:
@@ -444,10 +416,10 @@ class ParameterService:
                 )
                 job.record_shard(shard)
             self._replicator.replicate_fact(shard)
-        return ShardResult(first=shard.first, num_samples=shard.num_samples)
+        return messages.ShardResult(first=shard.first, num_samples=shard.num_samples)
 
     def _leave_ring(self, call: RpcCall) -> Ack:
-        leave: LeaveRing = call.message
+        leave: messages.LeaveRing = call.message
         job = self.find_job_for_leader(leave.term, leave.ring, call.peer)
         with self.changed:
             job.leave_ring(leave.ring, is_for_good=leave.is_for_good)
@@ -457,7 +429,7 @@ class ParameterService:
         return Ack()
 
     def _regroup(self, call: RpcCall) -> Ack:
-        message: RegroupRings = call.message
+        message: messages.RegroupRings = call.message
         self._replicator.check_term(message.term)
         with self.changed:
             job = self.started_job()
@@ -473,7 +445,7 @@ class ParameterService:
         job = self.job
         if job is None:
             raise TrainingError(
-                explain("job", got="none yet", expected="one that rank 0 has begun", do="Call ringweave.prepare")
+                "job", got="none yet", expected="one that rank 0 has begun", do="Call ringweave.prepare"
             )
         return job
 

@@ -4,20 +4,11 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from ringweave.errors import DeadlineError, RefusedError, explain
+from ringweave.errors import DeadlineError, RefusedError
 from ringweave.membership.failure_detector import HEARTBEAT_TIMEOUT, ArrivalHistory
+from ringweave.param_server import messages
 from ringweave.param_server.barrier import BarrierResult
 from ringweave.param_server.job import ServerJob
-from ringweave.param_server.messages import (
-    BarrierArrival,
-    BarrierReply,
-    LeaderStatus,
-    LeaderStatusRequest,
-    PauseRing,
-    RegisterRingLeader,
-    RingAssignmentReply,
-    RingAssignmentRequest,
-)
 from ringweave.param_server.replication import Replicator
 from ringweave.rpc import Ack, Identity, PeerStatus, RpcCall, RpcHandler
 
@@ -43,10 +34,7 @@ class RingSilenceDetector:
     ) -> set[int]:
         """Return the rings that are silent for unusually long; called regularly.
 
-        Args:
-            peers: All connected peers.
-            ring_of: Returns the ring of a peer; None if it is in none.
-            now_s: Seconds of any clock.
+        `ring_of`: returns the ring of a peer; None if it is in none.
         """
         if now_s - self._last_checked_s > _SERVER_STALL_S:
             for history in self._arrivals.values():
@@ -82,9 +70,7 @@ class RingJobAccess(Protocol):
         """Return the result of a barrier without the absent rings; None if another one is missing."""
         ...
 
-    def find_job(self, term: int, ring: int, peer: Identity) -> ServerJob:
-        """Return the job, if that peer belongs to that ring."""
-        ...
+    def find_job(self, term: int, ring: int, peer: Identity) -> ServerJob: ...
 
     def find_job_for_leader(self, term: int, ring: int, peer: Identity) -> ServerJob:
         """Return the job, if that peer is the ring's current representative."""
@@ -106,13 +92,13 @@ class RingSessions:
     def handlers(self) -> list[RpcHandler]:
         return [
             RpcHandler(
-                message=LeaderStatusRequest,
-                handle=lambda _: LeaderStatus(term=self._replicator.term, leads=self._replicator.may_answer),
+                message=messages.LeaderStatusRequest,
+                handle=lambda _: messages.LeaderStatus(term=self._replicator.term, leads=self._replicator.may_answer),
             ),
-            RpcHandler(message=RegisterRingLeader, handle=self._register_leader),
-            RpcHandler(message=PauseRing, handle=self._pause_ring),
-            RpcHandler(message=BarrierArrival, handle=self._wait_at_barrier),
-            RpcHandler(message=RingAssignmentRequest, handle=self._assign_ring),
+            RpcHandler(message=messages.RegisterRingLeader, handle=self._register_leader),
+            RpcHandler(message=messages.PauseRing, handle=self._pause_ring),
+            RpcHandler(message=messages.BarrierArrival, handle=self._wait_at_barrier),
+            RpcHandler(message=messages.RingAssignmentRequest, handle=self._assign_ring),
         ]
 
     def note_disconnect(self, peer: Identity) -> None:
@@ -187,7 +173,7 @@ class RingSessions:
         job.dispatcher.note_away(ring)
 
     def _register_leader(self, call: RpcCall) -> Ack:
-        registration: RegisterRingLeader = call.message
+        registration: messages.RegisterRingLeader = call.message
         job = self._job_access.find_job(registration.term, registration.ring, call.peer)
         with self._job_access.changed:
             job.leader_fence.register_leader(registration.ring, registration.generation_id, call.peer.name)
@@ -215,7 +201,7 @@ class RingSessions:
         return least
 
     def _pause_ring(self, call: RpcCall) -> Ack:
-        pause: PauseRing = call.message
+        pause: messages.PauseRing = call.message
         job = self._job_access.find_job(pause.term, pause.ring, call.peer)
         with self._job_access.changed:
             job.ledger.pause(pause.ring)
@@ -223,8 +209,8 @@ class RingSessions:
         self._replicator.replicate_fact(pause)
         return Ack()
 
-    def _wait_at_barrier(self, call: RpcCall) -> BarrierReply:
-        arrival: BarrierArrival = call.message
+    def _wait_at_barrier(self, call: RpcCall) -> messages.BarrierReply:
+        arrival: messages.BarrierArrival = call.message
         job = self._job_access.find_job_for_leader(arrival.term, arrival.ring, call.peer)
         with self._job_access.changed:
             job.record_arrival(arrival)
@@ -232,7 +218,7 @@ class RingSessions:
         self._replicator.replicate_fact(arrival)
         result = self._wait_for_result(job, call)
         self._replicator.replicate_fact(result)  # another server gives the same answer
-        return BarrierReply(texts={str(ring): text for ring, text in result.texts.items()})
+        return messages.BarrierReply(texts={str(ring): text for ring, text in result.texts.items()})
 
     def _wait_for_result(self, job: ServerJob, call: RpcCall) -> BarrierResult:
         """Return the texts of the rings, once all present ones have arrived at the barrier."""
@@ -243,19 +229,17 @@ class RingSessions:
 
     def _wait_for_arrivals(self, job: ServerJob, call: RpcCall) -> BarrierResult | None:
         """Return the result of the barrier; None once the rings that are still missing are to be passed over."""
-        arrival: BarrierArrival = call.message
+        arrival: messages.BarrierArrival = call.message
         with self._job_access.changed:
             while (result := job.barrier.result_of(arrival.number, job.gone, job.ring_progress)) is None:
                 if job.barrier.missing_rings(arrival.number) <= job.gone | self.rings_to_pass_over(job):
                     return None
                 if call.left_s() <= 0 or call.cancelled.is_set():
                     raise DeadlineError(
-                        explain(
-                            f"barrier {arrival.number} of the rings",
-                            got="not all of them",
-                            expected="all that are there",
-                            do="Look which ring does not get on",
-                        )
+                        f"barrier {arrival.number} of the rings",
+                        got="not all of them",
+                        expected="all that are there",
+                        do="Look which ring does not get on",
                     )
                 self._job_access.changed.wait(min(_BARRIER_POLL_S, max(0.0, call.left_s())))
         return result
@@ -271,17 +255,17 @@ class RingSessions:
         silent = {ring for ring, since_s in self._overdue_since_s.items() if now_s - since_s > SILENT_RING_S}
         return (self.absent_rings(job) | silent) - job.gone
 
-    def _assign_ring(self, call: RpcCall) -> RingAssignmentReply:
-        request: RingAssignmentRequest = call.message
+    def _assign_ring(self, call: RpcCall) -> messages.RingAssignmentReply:
+        request: messages.RingAssignmentRequest = call.message
         self._replicator.check_term(request.term)
         with self._job_access.changed:
             job = self._job_access.job
             if job is None or not job.is_announced:
-                return RingAssignmentReply(rings=[])
+                return messages.RingAssignmentReply(rings=[])
             rings = job.setup.rings
             ring = next((index for index, each in enumerate(rings) if request.slot in each), None)
             if ring is None:
-                return RingAssignmentReply(rings=rings)
+                return messages.RingAssignmentReply(rings=rings)
             if request.begins:  # drop what earlier members had requested for the ring
                 job.last_pull_sequence.pop(ring, None)
                 job.leader_fence.clear_ring(ring)
@@ -289,7 +273,7 @@ class RingSessions:
             shard = next((each for each in job.dispatcher.last if each.ring == ring), None)
             num_barriers, epoch = job.barrier.restart_point(ring)
             resumed = job.resumed
-            return RingAssignmentReply(
+            return messages.RingAssignmentReply(
                 rings=rings,
                 shares=job.setup.shares,
                 local_steps=job.setup.local_steps,
@@ -313,12 +297,10 @@ def check_ring_member(job: ServerJob, ring: int, peer: Identity) -> None:
     members = job.setup.rings[ring] if ring < len(job.setup.rings) else []
     if peer.role == "worker" and worker_slot(peer.name) not in members:
         raise RefusedError(
-            explain(
-                f"caller for ring {ring}",
-                got=peer.name,
-                expected=f"one of its ranks {', '.join(map(str, members)) or '(there is no such ring)'}",
-                do="Join that ring first",
-            )
+            f"caller for ring {ring}",
+            got=peer.name,
+            expected=f"one of its ranks {', '.join(map(str, members)) or '(there is no such ring)'}",
+            do="Join that ring first",
         )
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from typing_extensions import Buffer
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.files import file_io
 from ringweave.param_server.data_shards import DataPosition, DataShard, ResumePoint
 from ringweave.param_server.flat import FlatTensors
@@ -249,7 +249,7 @@ _DAMAGE_ERRORS = (SafetensorError, OSError, LookupError, TypeError, ValueError, 
 
 def _snapshot_error(cause: Exception, expected: str, do: str, where: str) -> TrainingError:
     what = "snapshot of the parameter server"
-    return TrainingError(explain(what, got=str(cause)[:200], expected=expected, do=do, where=where))
+    return TrainingError(what, got=str(cause)[:200], expected=expected, do=do, where=where)
 
 
 def _unpack_snapshot(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> ServerSnapshot:
@@ -277,12 +277,10 @@ def _parse_metadata(text: str, tensors: Mapping[str, Tensor]) -> ServerSnapshot:
     if metadata["format"] != _SNAPSHOT_FORMAT:
         do = "Go on with the ringweave that wrote it, or start without it"
         raise TrainingError(
-            explain(
-                "format of a snapshot of the parameter server",
-                got=metadata["format"],
-                expected=str(_SNAPSHOT_FORMAT),
-                do=do,
-            )
+            "format of a snapshot of the parameter server",
+            got=metadata["format"],
+            expected=str(_SNAPSHOT_FORMAT),
+            do=do,
         )
     setup = ServerSetup.model_validate(metadata["setup"])
     return ServerSnapshot(

@@ -18,8 +18,8 @@ from functools import singledispatchmethod
 from typing import Protocol
 
 from ringweave import rpc
-from ringweave.errors import DeadlineError, NotLeaderError, RefusedError, RpcError, UsageError, explain
-from ringweave.param_server import leadership_log, snapshots
+from ringweave.errors import DeadlineError, NotLeaderError, RefusedError, RpcError, UsageError
+from ringweave.param_server import leadership_log, replication, snapshots
 from ringweave.param_server.barrier import BarrierResult
 from ringweave.param_server.data_shards import DataShard
 from ringweave.param_server.flat import FlatTensors
@@ -27,17 +27,6 @@ from ringweave.param_server.job import ServerJob
 from ringweave.param_server.leadership import LEASE_S, FailoverRules, LeadershipRecord, Reachability, RingReachability
 from ringweave.param_server.leadership_log import LeadershipLog
 from ringweave.param_server.messages import BarrierArrival, LeaveRing, PauseRing, Push
-from ringweave.param_server.replication import (
-    FACT_MESSAGES,
-    CopyState,
-    FollowLeader,
-    RenewLease,
-    ReplicatedFact,
-    ReplicateGrant,
-    ReplicatePush,
-    StandbyLink,
-    message_of_fact,
-)
 from ringweave.param_server.service import ParameterService
 from ringweave.param_server.sessions import ring_of
 from ringweave.rpc import Ack, IncomingCall, PeerStatus, RpcCall, RpcHandler, state_transfer
@@ -87,7 +76,7 @@ class ServerLeadership:
         self._log, self._connect, self._clock, self._on_record = log, connect, clock, on_record
         self._lease_s, self._reachability = lease_s, reachability
         self._changed = threading.Condition()
-        self._link: StandbyLink | None = None
+        self._link: replication.StandbyLink | None = None
         self._separation_reason = ""
         self._is_other_gone = False
         self._follow_requested_s: float | None = None
@@ -164,19 +153,19 @@ class ServerLeadership:
         if link is not None and self._model is not None:
             with self._model.paused_state() as state:
                 self.state_server.publish(SERVER_STATE_NAME, {SERVER_STATE_NAME: state})
-                self._replicate(link, CopyState())
+                self._replicate(link, replication.CopyState())
                 self.state_server.unpublish(SERVER_STATE_NAME)
 
     def replicate_push(self, push: Push, buffers: Sequence[memoryview]) -> None:
         # Not the settled link: the admission of a standby lets no push be applied meanwhile.
-        self._replicate(self._link, ReplicatePush(push=push), buffers)
+        self._replicate(self._link, replication.ReplicatePush(push=push), buffers)
 
     def replicate_grant(self, ring: int, version: int, ahead: float, *, is_between_pushes: bool) -> None:
         link = self._link if is_between_pushes else self._settled_link()
-        self._replicate(link, ReplicateGrant(ring=ring, version=version, ahead=ahead))
+        self._replicate(link, replication.ReplicateGrant(ring=ring, version=version, ahead=ahead))
 
-    def replicate_fact(self, fact: ReplicatedFact) -> None:
-        self._replicate(self._settled_link(), message_of_fact(fact))
+    def replicate_fact(self, fact: replication.ReplicatedFact) -> None:
+        self._replicate(self._settled_link(), replication.message_of_fact(fact))
 
     def admit_standby(self) -> None:
         """Copy all state to the other server, which has none; from then on replicate everything to it.
@@ -197,7 +186,7 @@ class ServerLeadership:
                 raise _not_leading_error("one that takes a standby in already", "one that is free")
             self._is_admitting = True
         try:
-            self._copy_to_standby(model, StandbyLink(self._connect))
+            self._copy_to_standby(model, replication.StandbyLink(self._connect))
         finally:
             self.state_server.unpublish(SERVER_STATE_NAME)
             with self._changed:
@@ -243,12 +232,12 @@ class ServerLeadership:
         if self._link is not None:
             self._link.close()
 
-    def _copy_to_standby(self, model: ReplicatedModel, link: StandbyLink) -> None:
+    def _copy_to_standby(self, model: ReplicatedModel, link: replication.StandbyLink) -> None:
         threading.Thread(target=self._renew_lease, args=(link,), name="params lease", daemon=True).start()
         try:
             with model.paused_state() as state:
                 self.state_server.publish(SERVER_STATE_NAME, {SERVER_STATE_NAME: state})
-                link.replicate(CopyState())
+                link.replicate(replication.CopyState())
                 with self._changed:
                     self._record_standby(link)
                 self.check_leading()
@@ -256,14 +245,14 @@ class ServerLeadership:
             link.close()
             raise
 
-    def _record_standby(self, link: StandbyLink) -> None:
+    def _record_standby(self, link: replication.StandbyLink) -> None:
         """Record that the standby has all state; with the lock held."""
         self._separation_reason, self._is_other_gone = "the standby was not taken in", True  # if the claim fails
         if not self._append_record(self._rules.record_with_standby(1 - self._rules.own), "a standby has everything"):
             raise _not_leading_error("one that is not sure of its own records", "one that can take a standby in")
         self._link, self._follow_requested_s = link, None
 
-    def _renew_lease(self, link: StandbyLink) -> None:
+    def _renew_lease(self, link: replication.StandbyLink) -> None:
         """Renew the lease regularly, until the link is closed or lost."""
         while not link.wait_closed(self._lease_s / _RENEWALS_PER_LEASE):
             asked_s = self._clock()
@@ -275,18 +264,16 @@ class ServerLeadership:
             with self._changed:
                 self._rules.note_heard(asked_s)
 
-    def _settled_link(self) -> StandbyLink | None:
+    def _settled_link(self) -> replication.StandbyLink | None:
         """Return the link, after the admission of a standby is over: it has received all earlier decisions."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_admitting)
             return self._link
 
-    def _replicate(self, link: StandbyLink | None, message: rpc.RpcMessage, buffers: Sequence[memoryview] = ()) -> None:
-        """Replicate a message to the standby; without one this server goes on alone, if it may.
-
-        Raises:
-            LeadershipError: It may not.
-        """
+    def _replicate(
+        self, link: replication.StandbyLink | None, message: rpc.RpcMessage, buffers: Sequence[memoryview] = ()
+    ) -> None:
+        """Replicate a message to the standby; without one this server goes on alone, if it may."""
         if link is not None:
             asked_s = self._clock()
             try:
@@ -298,7 +285,7 @@ class ServerLeadership:
                     self._rules.note_heard(asked_s)
         self.check_leading()
 
-    def _lose_standby(self, link: StandbyLink, cause: RpcError) -> None:
+    def _lose_standby(self, link: replication.StandbyLink, cause: RpcError) -> None:
         """Handle a standby that is gone, stalled or refuses: go on alone, or not at all."""
         with self._changed:
             if self._link is link:
@@ -317,11 +304,7 @@ class ServerLeadership:
             threading.Thread(target=link.close, daemon=True).start()
 
     def _settle_leadership(self, reason: str) -> None:
-        """Record that this server goes on alone, unless it is superseded or rings do not need it; with the lock held.
-
-        Raises:
-            LeadershipError: The log cannot be used.
-        """
+        """Record that this server goes on alone, unless superseded or not needed. Called with the lock held."""
         should_go_on = self._should_go_on()  # before the log is read, which may take longer than rings count as heard
         newest = self._log.latest()
         if newest is None:
@@ -356,7 +339,7 @@ class ServerLeadership:
 
 def _not_leading_error(got: str, expected: str = "the server that leads") -> NotLeaderError:
     do = "Ask the other server"
-    return NotLeaderError(explain("parameter server", got=got, expected=expected, do=do))
+    return NotLeaderError("parameter server", got=got, expected=expected, do=do)
 
 
 class LeaderReplay:
@@ -423,7 +406,6 @@ class LeaderReplay:
             self._service.started_job().record_barrier_result(answer)
 
     def _replay(self, ring: int, apply: Callable[[ServerJob], object]) -> None:
-        """Apply an event of a ring that the leader has heard."""
         with self._service.changed:
             job = self._service.started_job()
             job.note_heard(ring)
@@ -447,12 +429,12 @@ class StandbyHandlers:
 
     def handlers(self) -> list[RpcHandler]:
         return [
-            RpcHandler(message=FollowLeader, handle=self._admit_standby),
-            RpcHandler(message=CopyState, handle=self._copy_state),
-            RpcHandler(message=ReplicatePush, handle=self._replay_push, allocate=self._allocate_push),
-            RpcHandler(message=ReplicateGrant, handle=self._replay_grant),
-            *(RpcHandler(message=each, handle=self._replay_fact) for each in FACT_MESSAGES),
-            RpcHandler(message=RenewLease, handle=self._renew_lease),
+            RpcHandler(message=replication.FollowLeader, handle=self._admit_standby),
+            RpcHandler(message=replication.CopyState, handle=self._copy_state),
+            RpcHandler(message=replication.ReplicatePush, handle=self._replay_push, allocate=self._allocate_push),
+            RpcHandler(message=replication.ReplicateGrant, handle=self._replay_grant),
+            *(RpcHandler(message=each, handle=self._replay_fact) for each in replication.FACT_MESSAGES),
+            RpcHandler(message=replication.RenewLease, handle=self._renew_lease),
         ]
 
     def request_to_follow(self) -> bool:
@@ -460,7 +442,7 @@ class StandbyHandlers:
         try:
             with self._connect() as client:
                 self._leader_client = client
-                client.call(FollowLeader(), timeout_s=_FOLLOW_TIMEOUT_S)
+                client.call(replication.FollowLeader(), timeout_s=_FOLLOW_TIMEOUT_S)
         except RpcError:
             return False
         finally:
@@ -507,7 +489,7 @@ class StandbyHandlers:
 
     def _replay_grant(self, call: RpcCall) -> Ack:
         self._check_leader(call)
-        granted: ReplicateGrant = call.message
+        granted: replication.ReplicateGrant = call.message
         self._replay.replay_grant(granted.ring, granted.version, granted.ahead)
         return Ack()
 
@@ -541,7 +523,7 @@ def join_as_standby(
 def _check_server(peer: rpc.Identity) -> None:
     if peer.role != "server":
         do = "Push and pull: that is what rings do"
-        raise RefusedError(explain("caller", got=peer.role, expected="the other server of the job", do=do))
+        raise RefusedError("caller", got=peer.role, expected="the other server of the job", do=do)
 
 
 _FRESH_LEASE_FRACTION = 0.5
@@ -618,7 +600,7 @@ class ServerPair:
         if args.claims is None or not host or not port.isdigit():
             got = f"--other {args.other}" + ("" if args.claims else " without --claims")
             do = "Give the address of the other server and a folder that both can write to"
-            raise UsageError(explain("standby", got=got, expected="--other HOST:PORT and --claims DIR", do=do))
+            raise UsageError("standby", got=got, expected="--other HOST:PORT and --claims DIR", do=do)
         self._address, self._authentication = (host, int(port)), authentication
         self._reachability = ReachabilityMonitor(args.host, args.lease_s)
         self.leadership = ServerLeadership(
@@ -633,7 +615,6 @@ class ServerPair:
         self._last_complaint = ""
 
     def handlers(self, service: ParameterService) -> list[RpcHandler]:
-        """Return the handlers for the RPC server beside those of the service."""
         self._handlers = StandbyHandlers(self.leadership, service, self._connect)
         return self._handlers.handlers()
 
@@ -669,7 +650,7 @@ class ServerPair:
         self._last_complaint = complaint
         if self.leadership.superseded:
             got, do = self.leadership.superseded, "Start it again: it follows the one that leads"
-            raise NotLeaderError(explain("parameter server", got=got, expected="one that is needed", do=do))
+            raise NotLeaderError("parameter server", got=got, expected="one that is needed", do=do)
 
     def _connect(self) -> rpc.RpcClient:
         return rpc.RpcClient.connect(

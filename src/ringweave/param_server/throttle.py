@@ -55,7 +55,6 @@ class RingThroughput:
         state.last_shard = (now_s, num_samples)
 
     def note_push(self, ring: int, num_samples: int, now_s: float) -> None:
-        """Note a push of so many samples."""
         state = self._rings[ring]
         state.taken = max(0, state.taken - num_samples)
         if not state.marks:  # the pass began at another server

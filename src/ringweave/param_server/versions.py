@@ -89,12 +89,10 @@ class StalenessPolicy:
     def __post_init__(self) -> None:
         if self.num_rings < 1 or not self.compensation >= 0:
             raise TrainingError(
-                explain(
-                    "staleness policy",
-                    got=(self.num_rings, self.compensation),
-                    expected="at least one ring, and a compensation of 0 or more",
-                    do="Choose others",
-                )
+                "staleness policy",
+                got=(self.num_rings, self.compensation),
+                expected="at least one ring, and a compensation of 0 or more",
+                do="Choose others",
             )
 
     @property
@@ -209,22 +207,17 @@ class Ledger:
             return _as_repeat(last)
         if sequence != self._rings[ring].num_pushed + 1:
             raise TrainingError(
-                explain(
-                    f"push {sequence} of ring {ring}",
-                    got=sequence,
-                    expected=f"{self._rings[ring].num_pushed + 1}, the next one, or the one before it again",
-                    do="Take the parameters and the place of the ring anew",
-                )
+                f"push {sequence} of ring {ring}",
+                got=sequence,
+                expected=f"{self._rings[ring].num_pushed + 1}, the next one, or the one before it again",
+                do="Take the parameters and the place of the ring anew",
             )
         return None
 
     def push(self, ring: int, sequence: int, base_version: int) -> PushReceipt:
         """Record a complete push by a new version, unless it was recorded before.
 
-        Args:
-            ring: Ring that pushes.
-            sequence: Number of the push among the ring's; a number that was applied before is not applied again.
-            base_version: Version that it was computed on.
+        `sequence`: number of the push among the ring's; a number that was applied before is not applied again.
 
         Raises:
             TrainingError: It is out of order, not granted, or computed on other parameters than were granted.
@@ -259,12 +252,10 @@ class Ledger:
             raise ExpiredGrantError(text)
         if not self._may_push(state) or state.grants[0] != base_version:
             raise TrainingError(
-                explain(
-                    f"base version of push {sequence} of ring {ring}",
-                    got=base_version,
-                    expected=f"{state.grants[0] if self._may_push(state) else 'a version that the ring was given'}",
-                    do="Take the parameters first, and push what was computed on them",
-                )
+                f"base version of push {sequence} of ring {ring}",
+                got=base_version,
+                expected=f"{state.grants[0] if self._may_push(state) else 'a version that the ring was given'}",
+                do="Take the parameters first, and push what was computed on them",
             )
         return self.version - base_version  # bounded by grants, except for grants from before a pause
 
@@ -333,7 +324,7 @@ class Ledger:
     def _find(self, ring: int) -> _RingLedger:
         if not 0 <= ring < len(self._rings):
             raise TrainingError(
-                explain("ring", got=ring, expected=f"0 to {len(self._rings) - 1}", do="Join a ring that there is")
+                "ring", got=ring, expected=f"0 to {len(self._rings) - 1}", do="Join a ring that there is"
             )
         return self._rings[ring]
 
@@ -436,10 +427,8 @@ class RingLeaderFence:
 
     def _fenced_error(self, ring: int, name: str) -> RefusedError:
         return RefusedError(
-            explain(
-                f"representative of ring {ring}",
-                got=name,
-                expected=f"{self._by_ring[ring][1]}, which the ring has gone on with",
-                do="It is no member any more: it ends, and is started again",
-            )
+            f"representative of ring {ring}",
+            got=name,
+            expected=f"{self._by_ring[ring][1]}, which the ring has gone on with",
+            do="It is no member any more: it ends, and is started again",
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 
 _EXTRA_STATE_SUFFIX = "_extra_state"
 """Suffix of its key in a torch `state_dict`."""
@@ -44,7 +44,7 @@ class BlockStore:
     def __init__(self, modules: Sequence[nn.Module], held: Iterable[int], device: torch.device) -> None:
         if not modules:
             do = "Give the model's blocks in their order"
-            raise TrainingError(explain("blocks", got=0, expected="1 or more", do=do))
+            raise TrainingError("blocks", got=0, expected="1 or more", do=do)
         check_untied(modules)
         self._modules = list(modules)
         self._device = device
@@ -96,7 +96,7 @@ def check_untied(modules: Sequence[nn.Module]) -> None:
         do = "Build the model without tied weights (tie_word_embeddings=False), or take blocks(model, tied='untie')"
         expected = "a tensor of the block's own, since blocks may lie on different ranks"
         got = f"{first_name} of block {first}"
-        raise TrainingError(explain(f"{name} of block {index}", got=got, expected=expected, do=do))
+        raise TrainingError(f"{name} of block {index}", got=got, expected=expected, do=do)
 
 
 def shared_tensors(modules: Sequence[nn.Module]) -> Iterator[tuple[tuple[int, str], tuple[int, str], Tensor]]:

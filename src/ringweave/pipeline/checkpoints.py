@@ -26,7 +26,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ringweave.errors import RingweaveError, TrainingError, explain, shorten
+from ringweave.errors import RingweaveError, TrainingError, shorten
 from ringweave.files import file_io
 from ringweave.pipeline import block_store
 from ringweave.pipeline.migration import first_failure
@@ -67,9 +67,7 @@ def load(pipeline: Pipeline, directory: Path) -> dict[str, Any]:
         expected = f"{len(pipeline.blocks)}, as the pipeline has"
         do = "Build the same blocks as the run that saved it"
         raise TrainingError(
-            explain(
-                "blocks of the checkpoint", got=shared["num_blocks"], expected=expected, do=do, where=str(directory)
-            )
+            "blocks of the checkpoint", got=shared["num_blocks"], expected=expected, do=do, where=str(directory)
         )
     paths = {block: _find_block_file(directory, block) for block in pipeline.blocks.held}
     for block, path in paths.items():
@@ -80,11 +78,7 @@ def load(pipeline: Pipeline, directory: Path) -> dict[str, Any]:
 
 
 def _run_on_all_ranks(pipeline: Pipeline, directory: Path, action: Callable[[], None]) -> None:
-    """Run an action on this rank and wait for all ranks; a failure on one raises an error on all of them.
-
-    Raises:
-        TrainingError: It failed, here or on another rank.
-    """
+    """Run an action on this rank and wait for all ranks; a failure on one raises an error on all of them."""
     failure: Exception | None = None
     try:
         action()
@@ -97,7 +91,7 @@ def _run_on_all_ranks(pipeline: Pipeline, directory: Path, action: Callable[[], 
             shutil.rmtree(_partial_path(directory), ignore_errors=True)
         do = "Make room and save again; the one before can still be loaded"
         expected = "a disk that takes all blocks"
-        raise TrainingError(explain("checkpoint", got=got, expected=expected, do=do, where=str(directory))) from failure
+        raise TrainingError("checkpoint", got=got, expected=expected, do=do, where=str(directory)) from failure
 
 
 def _make_partial_directory(pipeline: Pipeline, directory: Path, _: Mapping[str, Any]) -> None:
@@ -174,15 +168,11 @@ def _read_shared(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError) as cause:
         do = "Name a directory that checkpoints.save has written"
         expected = f"a file {SHARED_FILE}"
-        raise TrainingError(
-            explain("checkpoint", got=str(cause), expected=expected, do=do, where=str(directory))
-        ) from cause
+        raise TrainingError("checkpoint", got=str(cause), expected=expected, do=do, where=str(directory)) from cause
     if shared.get("format") != _FORMAT:
         do = "Load it with the version that saved it"
         raise TrainingError(
-            explain(
-                "format of the checkpoint", got=shared.get("format"), expected=str(_FORMAT), do=do, where=str(directory)
-            )
+            "format of the checkpoint", got=shared.get("format"), expected=str(_FORMAT), do=do, where=str(directory)
         )
     check = shared.pop("check", None)
     if check != _shared_checksum(shared):
@@ -274,9 +264,7 @@ def _fill_block(pipeline: Pipeline, block: int, model: Mapping[str, Tensor], pat
         odd = next(iter(sorted(shapes.items() ^ got.items())))
         expected = "the names and shapes of this block"
         do = "Build the same blocks as the run that saved it"
-        raise TrainingError(
-            explain(f"block {block} of the checkpoint", got=odd, expected=expected, do=do, where=str(path))
-        )
+        raise TrainingError(f"block {block} of the checkpoint", got=odd, expected=expected, do=do, where=str(path))
     for name, tensor in own.values():
         tensor.copy_(model[name])
 
@@ -291,4 +279,4 @@ def _shared_checksum(shared: Mapping[str, Any]) -> str:
 
 def _damaged_error(path: Path, got: str, expected: str) -> TrainingError:
     do = "Load one that was saved before, in a directory of another name, or train anew"
-    return TrainingError(explain("damaged checkpoint", got=got, expected=expected, do=do, where=str(path)))
+    return TrainingError("damaged checkpoint", got=got, expected=expected, do=do, where=str(path))

@@ -70,7 +70,7 @@ def block_state(block: nn.Module, optimizer: Optimizer | None) -> BlockContents:
             else:
                 do = "Train with an optimizer whose state can be moved, or without a controller"
                 expected = "a tensor, a number, a text or nothing"
-                raise TrainingError(explain(f"optimizer's {name}", got=value, expected=expected, do=do))
+                raise TrainingError(f"optimizer's {name}", got=value, expected=expected, do=do)
     return found
 
 
@@ -87,7 +87,7 @@ def block_changes(block: nn.Module) -> BlockContents:
         if parameter.grad.layout != torch.strided:
             do = "Use dense gradients (sparse=False)"
             expected = "a dense one"
-            raise TrainingError(explain(f"gradient of {name}", got=parameter.grad.layout, expected=expected, do=do))
+            raise TrainingError(f"gradient of {name}", got=parameter.grad.layout, expected=expected, do=do)
         found.tensors[f"gradient {name}"] = parameter.grad.detach()
     for name, value in block_store.extra_states(block):
         found.tensors[f"extra {name}"] = value
@@ -105,14 +105,14 @@ def destination_tensor(name: str, spec: Tensor, block: nn.Module, device: torch.
     own = parameters.get(key) if kind == "parameter" else buffers.get(key) if kind == "buffer" else None
     if own is None and kind in ("parameter", "buffer"):
         do = "Give the same blocks on all ranks"
-        raise TrainingError(explain(f"{name} of a block that arrives", got="unknown here", expected="known", do=do))
+        raise TrainingError(f"{name} of a block that arrives", got="unknown here", expected="known", do=do)
     if own is None:
         _check_new_tensor(name, spec, parameters)
         return torch.empty(spec.shape, dtype=spec.dtype, device=device)
     if (own.shape, own.dtype) != (spec.shape, spec.dtype):
         got, expected = (tuple(spec.shape), spec.dtype), f"{tuple(own.shape)}, {own.dtype}, as it is here"
         do = "Give the same blocks on all ranks, and keep the shapes of buffers"
-        raise TrainingError(explain(f"{name} of a block that arrives", got=got, expected=expected, do=do))
+        raise TrainingError(f"{name} of a block that arrives", got=got, expected=expected, do=do)
     return own.detach()
 
 
@@ -121,11 +121,7 @@ _MAX_EXTRA_BYTES = 2**28
 
 
 def _check_new_tensor(name: str, spec: Tensor, parameters: Mapping[str, Tensor]) -> None:
-    """Refuse a gradient of another shape than its parameter, and state that is larger than the block has use for.
-
-    Raises:
-        TrainingError: The tensor does not fit.
-    """
+    """Refuse a gradient of another shape than its parameter, and state that is larger than the block has use for."""
     kind, _, key = name.partition(" ")
     most = _MAX_EXTRA_BYTES if kind == "extra" else sum(each.numel() for each in parameters.values())
     if kind == "gradient":
@@ -135,7 +131,7 @@ def _check_new_tensor(name: str, spec: Tensor, parameters: Mapping[str, Tensor])
         allowed, expected = spec.numel() <= most, f"at most {most} elements"
     if not allowed:
         do = "Give the same blocks on all ranks"
-        raise TrainingError(explain(f"{name} of a block that arrives", got=tuple(spec.shape), expected=expected, do=do))
+        raise TrainingError(f"{name} of a block that arrives", got=tuple(spec.shape), expected=expected, do=do)
 
 
 def load_optimizer_state(optimizer: Optimizer | None, received: BlockContents) -> None:
@@ -242,7 +238,7 @@ class BlockReceiver:
                 self._allocate(name, part, block)
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as cause:
             expected, do = "shape, dtype and data of each tensor", "Run the same version of ringweave on all ranks"
-            raise TrainingError(explain("parts of a block", got=str(cause), expected=expected, do=do)) from cause
+            raise TrainingError("parts of a block", got=str(cause), expected=expected, do=do) from cause
 
     def _allocate(self, name: str, part: Mapping[str, Any], block: nn.Module) -> None:
         spec = torch.empty(part["shape"], dtype=getattr(torch, part["dtype"]), device="meta")
@@ -289,7 +285,7 @@ def receive_header(src: int, group: dist.ProcessGroup) -> BlockHeader:
     dist.recv(length, src, group=group)
     if not 0 < int(length) <= _MAX_HEADER_BYTES:
         expected, do = f"1 to {_MAX_HEADER_BYTES}", "Run the same version of ringweave on all ranks"
-        raise TrainingError(explain("bytes of a block's header", got=int(length), expected=expected, do=do))
+        raise TrainingError("bytes of a block's header", got=int(length), expected=expected, do=do)
     raw = torch.empty(int(length), dtype=torch.uint8)
     dist.recv(raw, src, group=group)
     try:
@@ -297,7 +293,7 @@ def receive_header(src: int, group: dist.ProcessGroup) -> BlockHeader:
         return {"error": header["error"], "parts": header["parts"], "facts": header["facts"]}
     except (ValueError, TypeError, KeyError) as cause:
         expected, do = "JSON of what follows", "Run the same version of ringweave on all ranks"
-        raise TrainingError(explain("header of a block", got=str(cause), expected=expected, do=do)) from cause
+        raise TrainingError("header of a block", got=str(cause), expected=expected, do=do) from cause
 
 
 def _without_none(works: Any) -> list[dist.Work]:
@@ -307,9 +303,7 @@ def _without_none(works: Any) -> list[dist.Work]:
 def first_failure(cause: str, group: dist.ProcessGroup) -> str:
     """The failure of the first rank that cannot continue; empty if all can.
 
-    Args:
-        cause: This rank's failure; empty if it can continue.
-        group: All ranks, on CPU tensors.
+    `cause`: this rank's failure; empty if it can continue.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     first = torch.tensor([rank if cause else size])
@@ -428,10 +422,10 @@ class BlockMigrator:
         old = self._pipeline.layout
         if self._pending is not None:
             do = "Wait until it has ended, with the next update"
-            raise UsageError(explain("move of blocks", got=splits, expected="no other under way", do=do))
+            raise UsageError("move of blocks", got=splits, expected="no other under way", do=do)
         if len(splits) != len(old.splits):
             do = "A pipeline keeps its number of stages; leave one empty if need be"
-            raise UsageError(explain("splits", got=splits, expected=f"{len(old.splits)} splits", do=do))
+            raise UsageError("splits", got=splits, expected=f"{len(old.splits)} splits", do=do)
         pending = _PendingMigration(old.with_stages(splits, devices))
         planned = device_moves(old, splits)
         replica, own = old.replica_of_rank(self._pipeline.rank), old.device_of_rank(self._pipeline.rank)

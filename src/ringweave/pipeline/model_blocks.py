@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringweave.errors import TrainingError, UsageError, explain
+from ringweave.errors import TrainingError, UsageError
 from ringweave.files.problems import suggest_closest
 from ringweave.pipeline import block_store
 from ringweave.pipeline.runtime import boundaries
@@ -136,10 +136,10 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     if kind not in _BLOCKS_BY_MODEL_TYPE:
         expected = f"nn.Sequential, a list of modules, or a transformers model of {', '.join(MODEL_TYPES)}"
         do = "Give a list of modules, each called with what the one before returns"
-        raise TrainingError(explain("model", got=kind or type(model).__name__, expected=expected, do=do))
+        raise TrainingError("model", got=kind or type(model).__name__, expected=expected, do=do)
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         do = "Give a list of modules that hand each layer its own mask"
-        raise TrainingError(explain("layers", got="sliding_attention", expected="layers that see all", do=do))
+        raise TrainingError("layers", got="sliding_attention", expected="layers that see all", do=do)
     return _BLOCKS_BY_MODEL_TYPE[kind](model)
 
 
@@ -164,7 +164,7 @@ def blocks(model: nn.Module | Sequence[nn.Module], *, tied: str = "refuse") -> l
     """
     if tied not in TIED_OPTIONS:
         do = suggest_closest(tied, TIED_OPTIONS) or "Take one of these"
-        raise UsageError(explain("tied", got=tied, expected=f"one of {', '.join(TIED_OPTIONS)}", do=do))
+        raise UsageError("tied", got=tied, expected=f"one of {', '.join(TIED_OPTIONS)}", do=do)
     if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
         found = transformer_blocks(model)
         check_complete(model, found)
@@ -197,7 +197,7 @@ def check_complete(model: nn.Module, found: Sequence[nn.Module]) -> None:
         do = "Build the model without what it does not use, or give a list of modules that has it"
         missing = [name for key, name in names.items() if key not in held]
         raise TrainingError(
-            explain("blocks of the model", got=f"none has {', '.join(missing[:3])}", expected="all weights", do=do)
+            "blocks of the model", got=f"none has {', '.join(missing[:3])}", expected="all weights", do=do
         ) from cause
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import Optimizer
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.pipeline.block_store import BlockStore
 from ringweave.pipeline.runtime.process_groups import PipelineGroups
 
@@ -24,10 +24,7 @@ def allreduce_replicas(blocks: BlockStore, groups: PipelineGroups, *, divide_by:
 
     One message per block and dtype, so that the partition does not change the order of additions.
 
-    Args:
-        blocks: This rank's blocks.
-        groups: The process groups of the pipeline.
-        divide_by: The number of replicas for a mean, 1 for a sum: the devices of a stage have parts of the same loss.
+    `divide_by`: the number of replicas for a mean, 1 for a sum: the devices of a stage have parts of the same loss.
     """
     if groups.stage_replicas is None:
         return
@@ -143,7 +140,7 @@ class BlockOptimizers(Optimizer):
         example_block = next((block for block in blocks if has_parameters(block)), None)
         if example_block is None:
             do = "Give a model that can be trained"
-            raise TrainingError(explain("parameters of all blocks", got=0, expected="1 or more", do=do))
+            raise TrainingError("parameters of all blocks", got=0, expected="1 or more", do=do)
         groups = make(example_block).param_groups
         super().__init__([{**group, "params": [torch.empty(0)] if group["params"] else []} for group in groups], {})
         for index in blocks.held:
@@ -191,7 +188,7 @@ class BlockOptimizers(Optimizer):
         """
         if closure is not None:
             do = "Take an optimizer that needs none"
-            raise TrainingError(explain("closure of a pipeline's optimizer", got=closure, expected="none", do=do))
+            raise TrainingError("closure of a pipeline's optimizer", got=closure, expected="none", do=do)
         for block in sorted(self._optimizers):
             guard = self._guards.get(block)
             if guard is None:
@@ -239,9 +236,7 @@ class BlockOptimizers(Optimizer):
             expected = f"{len(self.param_groups)}, as the first block's"
             got, do = len(optimizer.param_groups), "Make the same groups for every block; a group may be empty"
             where = f"block {index}"
-            raise TrainingError(
-                explain("groups of a block's optimizer", got=got, expected=expected, do=do, where=where)
-            )
+            raise TrainingError("groups of a block's optimizer", got=got, expected=expected, do=do, where=where)
         self._optimizers[index] = optimizer
 
     def _update_param_groups(self) -> None:

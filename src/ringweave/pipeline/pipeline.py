@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ringweave.comm import default_group, peer_data
 from ringweave.environment import AUTO_WIRE, EXACT, WorkerEnvironment
-from ringweave.errors import DisagreementError, TrainingError, UsageError, explain
+from ringweave.errors import DisagreementError, TrainingError, UsageError
 from ringweave.pipeline import optimizer
 from ringweave.pipeline.block_store import BlockStore
 from ringweave.pipeline.optimizer import BlockOptimizers, GradScaler, MakeOptimizer
@@ -197,20 +197,18 @@ class Pipeline:
         if len(splits) != len(self.layout.splits):
             do = "A pipeline keeps its number of stages; leave one empty if need be"
             expected = f"{len(self.layout.splits)} splits"
-            raise UsageError(explain("splits", got=splits, expected=expected, do=do))
+            raise UsageError("splits", got=splits, expected=expected, do=do)
         layout = self.layout.with_stages(splits, devices)
         own = layout.ranges[self.stage]
         missing = sorted(set(own) - set(self.blocks.held))
         if missing:
             do = "Move their values and optimizer state here first"
             raise TrainingError(
-                explain(
-                    "blocks of the new stage",
-                    got=missing,
-                    expected="blocks that are held",
-                    do=do,
-                    where=f"rank {self.rank}",
-                )
+                "blocks of the new stage",
+                got=missing,
+                expected="blocks that are held",
+                do=do,
+                where=f"rank {self.rank}",
             )
         for block in set(self.blocks.held) - set(own):
             self.optimizer.remove_block(block)
@@ -219,11 +217,7 @@ class Pipeline:
         self._runner.set_blocks(layout, self.blocks, self.boundaries)
 
     def _check_parts(self, blocks: Sequence[nn.Module], first: tuple[Tensor, ...], devices: StageDevices) -> None:
-        """Raise unless each block maps samples to samples, so that devices may compute some of them.
-
-        Raises:
-            TrainingError: A tensor between blocks does not shrink with the samples.
-        """
+        """Raise unless each block maps samples to samples, so that devices may compute some of them."""
         for num in sorted({len(each) for each in devices.ranges} - {devices.num_samples}):
             parts = [
                 value[: len(value) // devices.num_samples * num] for value in (*first, *self.side_input_metas.values())
@@ -235,9 +229,7 @@ class Pipeline:
                     got, where = [form.shape for form in part.tensors], f"boundary behind block {index - 1}"
                     expected = f"{num} of the rows of {[form.shape for form in whole.tensors]} for {num} samples"
                     do = "Give each stage one device"
-                    raise TrainingError(
-                        explain("tensor between blocks", got=got, expected=expected, do=do, where=where)
-                    )
+                    raise TrainingError("tensor between blocks", got=got, expected=expected, do=do, where=where)
 
     @property
     def _is_mean(self) -> bool:
@@ -258,7 +250,7 @@ class Pipeline:
             do = "Drop an incomplete last batch (drop_last=True), and give the same side inputs"
             shapes = {name: shape for name, (shape, _) in got.items()}
             expected = f"{ {name: shape for name, (shape, _) in self._batch_form.items()} }, as in the example"
-            raise TrainingError(explain("batch", got=shapes, expected=expected, do=do, where=f"rank {self.rank}"))
+            raise TrainingError("batch", got=shapes, expected=expected, do=do, where=f"rank {self.rank}")
 
 
 def default_device() -> torch.device:
@@ -282,7 +274,7 @@ def _check_same_wire(settings: Settings, groups: PipelineGroups) -> None:
     if last != -first:
         expected = f"{BOUNDARY_WIRES[-first]}, as on another rank"
         got, do = BOUNDARY_WIRES[last], "Give all ranks the same Settings(wire=...) and --wire"
-        raise DisagreementError(explain("wire format between stages", got=got, expected=expected, do=do))
+        raise DisagreementError("wire format between stages", got=got, expected=expected, do=do)
 
 
 def _make_layout(num_blocks: int, settings: Settings) -> Layout:
@@ -293,25 +285,21 @@ def _make_layout(num_blocks: int, settings: Settings) -> Layout:
         noun = "stages" if devices is None else "devices in all stages"
         expected = f"a multiple of {num_devices}, the number of {noun}"
         do = "Start as many workers, or cut the model into another number of stages"
-        raise UsageError(explain("number of workers", got=world_size, expected=expected, do=do))
+        raise UsageError("number of workers", got=world_size, expected=expected, do=do)
     splits = settings.splits if settings.splits is not None else even_splits(num_blocks, num_stages)
     num_replicas = world_size // num_devices
     return Layout(num_blocks=num_blocks, splits=splits, num_replicas=num_replicas, devices=devices)
 
 
 def _check_samples(form: Mapping[str, tuple], settings: Settings) -> None:
-    """Raise unless the stages' devices share as many samples as a microbatch has.
-
-    Raises:
-        UsageError: They share another number.
-    """
+    """Raise unless the stages' devices share as many samples as a microbatch has."""
     assert settings.devices is not None
     shape = next(iter(form.values()))[0]
     num_samples = shape[0] // settings.num_microbatches
     if num_samples != settings.devices.num_samples:
         do = "Give the devices of each stage as many, or change the batch size or the number of microbatches"
         expected = f"{num_samples}, as many as a microbatch has"
-        raise UsageError(explain("samples of devices", got=settings.devices.num_samples, expected=expected, do=do))
+        raise UsageError("samples of devices", got=settings.devices.num_samples, expected=expected, do=do)
 
 
 def _as_inputs(example: Inputs) -> tuple[Tensor, ...]:
@@ -332,17 +320,13 @@ def _first_microbatch(
 def _batch_tensor_forms(
     inputs: tuple[Tensor, ...], side: Mapping[str, Tensor], num_microbatches: int
 ) -> dict[str, tuple]:
-    """Return shape and type of each tensor of a batch.
-
-    Raises:
-        TrainingError: A tensor does not divide into microbatches.
-    """
+    """Return shape and type of each tensor of a batch."""
     named = {**{f"input {index}": value for index, value in enumerate(inputs)}, **side}
     for name, value in named.items():
         if value.ndim == 0 or len(value) == 0 or len(value) % num_microbatches:
             got = tuple(value.shape)
             expected = f"samples in its first dimension, a multiple of {num_microbatches}, the number of microbatches"
-            raise TrainingError(explain(f"batch, {name}", got=got, expected=expected, do="Choose another batch size"))
+            raise TrainingError(f"batch, {name}", got=got, expected=expected, do="Choose another batch size")
     return {name: (tuple(value.shape), value.dtype) for name, value in named.items()}
 
 

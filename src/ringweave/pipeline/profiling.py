@@ -684,7 +684,6 @@ class _PassThrough(torch.autograd.Function):
 
 
 def _placeholder_batch(form: Tensor, num_microbatches: int) -> Tensor:
-    """Return a batch of so many microbatches of this form, with placeholder values."""
     whole = torch.empty((len(form) * num_microbatches, *form.shape[1:]), dtype=form.dtype, device="meta")
     return boundaries.placeholder_like(whole, torch.device("cpu"))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ringweave.environment import EXACT
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.sim.pipeline_schedules import PipelineSchedule, num_warmup_forwards
 from ringweave.sim.stage_devices import StageDevices, one_device_each
 
@@ -37,15 +37,13 @@ class Layout:
         edges = (0, *self.splits, self.num_blocks)
         if self.num_blocks < 1 or any(left > right for left, right in itertools.pairwise(edges)):
             expected = f"numbers from 0 to {self.num_blocks}, the blocks there are, none smaller than the one before it"
-            raise UsageError(
-                explain("splits", got=self.splits, expected=expected, do="Take what `ringweave partition` prints")
-            )
+            raise UsageError("splits", got=self.splits, expected=expected, do="Take what `ringweave partition` prints")
         if self.num_replicas < 1:
             do = "Start a whole number of workers for each stage"
-            raise UsageError(explain("replicas of the pipeline", got=self.num_replicas, expected="1 or more", do=do))
+            raise UsageError("replicas of the pipeline", got=self.num_replicas, expected="1 or more", do=do)
         if self.devices is not None and self.devices.num_stages != self.num_stages:
             expected, do = f"{self.num_stages}, one more than there are splits", "Give devices for each stage"
-            raise UsageError(explain("stages with devices", got=self.devices.num_stages, expected=expected, do=do))
+            raise UsageError("stages with devices", got=self.devices.num_stages, expected=expected, do=do)
 
     @property
     def num_stages(self) -> int:
@@ -80,12 +78,10 @@ class Layout:
             members = [self.placed.members(stage) for stage in range(self.num_stages)]
             if [devices.members(stage) for stage in range(devices.num_stages)] != members:
                 do = "Change samples and splits only; other devices need another start"
-                raise UsageError(
-                    explain("devices of stages", got=str(devices), expected=f"those of {self.placed}", do=do)
-                )
+                raise UsageError("devices of stages", got=str(devices), expected=f"those of {self.placed}", do=do)
             if self.devices is not None and devices.num_samples != self.devices.num_samples:
                 expected, do = f"{self.devices.num_samples}, as a microbatch has", "Share these"
-                raise UsageError(explain("samples of devices", got=devices.num_samples, expected=expected, do=do))
+                raise UsageError("samples of devices", got=devices.num_samples, expected=expected, do=do)
         return replace(self, splits=splits, devices=devices or self.devices)
 
     def stage_of_rank(self, rank: int) -> int:
@@ -165,17 +161,17 @@ class Settings:
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:
             do = "Say how many parts a batch is cut into"
-            raise UsageError(explain("microbatches", got=self.num_microbatches, expected="1 or more", do=do))
+            raise UsageError("microbatches", got=self.num_microbatches, expected="1 or more", do=do)
         if isinstance(self.schedule, str):
             num_warmup_forwards(self.schedule, 0, 1, self.num_microbatches)
         elif self.schedule.num_microbatches != self.num_microbatches:
             expected = f"{self.num_microbatches}, as in num_microbatches"
             got = self.schedule.num_microbatches
             do = "Generate the order for this number"
-            raise UsageError(explain("microbatches of the order", got=got, expected=expected, do=do))
+            raise UsageError("microbatches of the order", got=got, expected=expected, do=do)
         if self.reduction not in REDUCTIONS:
             do = "Say how the loss of a batch follows from those of its microbatches"
-            raise UsageError(explain("reduction", got=self.reduction, expected="mean or sum", do=do))
+            raise UsageError("reduction", got=self.reduction, expected="mean or sum", do=do)
         if self.wire is not None:
             check_boundary_wire(self.wire)
         _check_stages(self.num_stages, self.splits)
@@ -192,7 +188,7 @@ def check_boundary_wire(wire: str) -> str:
     if wire not in BOUNDARY_WIRES:
         expected = f"one of {', '.join(BOUNDARY_WIRES)}"
         do = "Give another one as Settings(wire=...), which --wire does not change"
-        raise UsageError(explain("wire format between stages", got=wire, expected=expected, do=do))
+        raise UsageError("wire format between stages", got=wire, expected=expected, do=do)
     return wire
 
 
@@ -200,9 +196,7 @@ def _check_stages(num_stages: int | None, splits: tuple[int, ...] | None) -> Non
     if num_stages is None:
         return
     if num_stages < 1:
-        raise UsageError(
-            explain("stages", got=num_stages, expected="1 or more", do="Leave it out for one on each rank")
-        )
+        raise UsageError("stages", got=num_stages, expected="1 or more", do="Leave it out for one on each rank")
     if splits is not None and len(splits) + 1 != num_stages:
         expected = f"{len(splits) + 1}, one more than there are splits"
-        raise UsageError(explain("stages", got=num_stages, expected=expected, do="Give one of the two"))
+        raise UsageError("stages", got=num_stages, expected=expected, do="Give one of the two")

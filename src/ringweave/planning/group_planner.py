@@ -31,9 +31,7 @@ class BestConnectedNode:
 def find_best_connected(cluster: Cluster, rates: Mapping[str, float] | None = None) -> BestConnectedNode:
     """Return the node with the highest total rate from and to all others; of equals the first.
 
-    Args:
-        cluster: The machines.
-        rates: Measured bytes per second by directed link name, in place of the cluster's.
+    `rates`: measured bytes per second by directed link name, in place of the cluster's.
 
     Cost: O(nodes and switches).
     """
@@ -86,14 +84,7 @@ class RankLayout:
 def lay_out_ranks(
     cluster: Cluster, net: GroupNetwork, nodes: Sequence[str], *, leader_per_nic: bool = False
 ) -> RankLayout:
-    """Return the layout of a group.
-
-    Args:
-        cluster: The machines.
-        net: The network between the nodes of the group.
-        nodes: Name of the node of each rank.
-        leader_per_nic: Give each NIC of a node a leader, not just each node.
-    """
+    """Return the layout of a group. `leader_per_nic`: give each NIC of a node a leader, not just each node."""
     ranks_on: dict[str, list[int]] = {}
     for rank, name in enumerate(nodes):
         ranks_on.setdefault(name, []).append(rank)

@@ -99,7 +99,6 @@ class ModeForecast:
     computing_s: float
     """Predicted: the part of `step_s` for the slowest ring's computing, and waiting in it for the slowest member."""
     rings: tuple[Ring, ...] = ()
-    """Rings of the modes with a server."""
     wire: str = EXACT
     """Wire format of the gradients."""
     inner_steps: int = 0
@@ -124,10 +123,7 @@ def forecast_modes(
 ) -> tuple[ModeForecast, ...]:
     """Return the forecast of each mode, simpler modes first.
 
-    Args:
-        workers: Every rank.
-        workload: The train step.
-        rings: Ring formations to compare; none means that there is no parameter server.
+    `rings`: ring formations to compare; none means that there is no parameter server.
     """
     everyone = tuple(range(len(workers)))
     speeds = [Speed(s_per_sample=each.mean_s) for each in workers]
@@ -149,11 +145,7 @@ def forecast_wires(
 ) -> tuple[ModeForecast, ...]:
     """Return the forecast of an exact mode with its gradients in each wire format whose loss was measured.
 
-    Args:
-        exact: The mode with exact gradients.
-        reducing_s: Seconds of its allreduce.
-        wires_s: Seconds of an allreduce by format, exact among them, as the plan predicts them: only ratios count.
-        increases: Measured loss by format.
+    `wires_s`: seconds of an allreduce by format, exact among them, as the plan predicts them: only ratios count.
     """
     return tuple(
         replace(
@@ -260,9 +252,7 @@ def with_benchmarked_rounds(
 def choose_forecast(forecasts: Sequence[ModeForecast], min_gain: float = MIN_RING_GAIN) -> ModeForecast:
     """Return the fastest forecast; an earlier, simpler one if that is slower by less than the minimum gain.
 
-    Args:
-        forecasts: Simpler ones first.
-        min_gain: Minimum gain of rings over one step of all.
+    `min_gain`: minimum gain of rings over one step of all.
     """
     best_s = min(each.step_s for each in forecasts)
     return next(
@@ -313,10 +303,7 @@ def with_benchmarked_allreduce(
     waits for its processor delays the whole ring. If no rate is known at all, links are assumed to be the limit, equal
     for all.
 
-    Args:
-        workers: Two or more, not yet adjusted by this function.
-        num_bytes: Size of the message.
-        allreduce_s: Measured time.
+    `workers`: two or more, not yet adjusted by this function.
     """
     count = len(workers)
     if all(math.isinf(each.rate_bytes_per_s) for each in workers):

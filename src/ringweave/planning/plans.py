@@ -10,7 +10,7 @@ from typing import Any
 from ringweave import schedules
 from ringweave.cost import ScheduleDemand
 from ringweave.environment import AUTO_WIRE, EXACT, WIRES
-from ringweave.errors import ScheduleError, UsageError, explain, shorten
+from ringweave.errors import ScheduleError, UsageError, shorten
 from ringweave.files import file_io
 from ringweave.schedules import NATIVE, CollectiveKind, Domain, Schedule, Stripe, WireEncoding
 from ringweave.schedules.program import Pipelining
@@ -147,7 +147,6 @@ class WirePlan:
     """Basis of the choices for allreduces that are encoded on slow links."""
 
     format: str
-    """Name of the wire format."""
     zones: tuple[int, ...]
     """Zone of each rank; what passes from zone to zone is encoded."""
     demands: tuple[tuple[str, ScheduleDemand], ...]
@@ -164,7 +163,6 @@ class Plan:
     """
 
     nodes: tuple[str, ...]
-    """Name of the node of each rank."""
     ring_order: tuple[int, ...]
     """Ranks in the order of the ring."""
     groups: tuple[tuple[int, ...], ...]
@@ -225,7 +223,6 @@ class Plan:
 
     @property
     def matrix(self) -> tuple[tuple[int, ...], ...]:
-        """Return the leaders in rows."""
         return schedules.arrange_leaders(self.leaders, self.num_columns)
 
     def demand(self, name: str, kind: CollectiveKind = "allreduce", wire: str = EXACT) -> ScheduleDemand:
@@ -266,7 +263,7 @@ class Plan:
         schedules.check_schedule_name(name)
         if name == NATIVE:
             do = "'native' names the native backend, which plans its messages itself"
-            raise UsageError(explain("schedule", got=name, expected="one that is planned here", do=do))
+            raise UsageError("schedule", got=name, expected="one that is planned here", do=do)
         if kind == "allreduce":
             zones = next((each.zones for each in self.wires if each.format == wire), ())
             encoding = WireEncoding(wire, zones) if wire != EXACT else None
@@ -274,7 +271,7 @@ class Plan:
         names = schedules.schedule_names(kind)
         if name not in names or (block_shares is not None and not _takes_any_blocks(name, kind)):
             what = f"schedule of {kind}" + (" with blocks of different sizes" if block_shares is not None else "")
-            raise UsageError(explain(what, got=name, expected=f"one of {', '.join(names)}", do="Name another one"))
+            raise UsageError(what, got=name, expected=f"one of {', '.join(names)}", do="Name another one")
         if kind == "broadcast":
             return self._broadcast(name, root or 0)
         gathered = self._allgather(name, block_shares)
@@ -312,7 +309,7 @@ class Plan:
     def _left_out_error(left_out: tuple[tuple[str, str], ...]) -> UsageError:
         reason = dict(left_out).get("multi-level", "no reason is given")
         do = f"Name another one; it was left out: {reason}"
-        return UsageError(explain("schedule", got="multi-level", expected="one that was considered", do=do))
+        return UsageError("schedule", got="multi-level", expected="one that was considered", do=do)
 
     def choices(self, num_bytes: int, kind: CollectiveKind = "allreduce", wire: str = EXACT) -> list[ScheduleChoice]:
         """Return every considered schedule, at its best pipelining, by predicted time; none if not planned.
@@ -502,7 +499,7 @@ def parse_plan(text: str) -> Plan:
         return Plan(**document)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as cause:
         do = f"Pass on what str(plan) gave, from the same version of ringweave ({shorten(cause)})"
-        raise ScheduleError(explain("plan", got=text, expected=f"the text of a plan ({PLAN_FORMAT})", do=do)) from cause
+        raise ScheduleError("plan", got=text, expected=f"the text of a plan ({PLAN_FORMAT})", do=do) from cause
 
 
 def _parse_collectives(document: Mapping[str, dict[str, Any]]) -> tuple[tuple[CollectiveKind, CollectivePlan], ...]:

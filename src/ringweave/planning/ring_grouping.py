@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 
 MIN_REGROUPING_GAIN = 0.1
 """Predicted gain that new rings must have: they cost a stop, and speeds are known to a few per cent."""
@@ -63,12 +63,10 @@ def split_into_rings(round_s: Sequence[float], model: RingCostModel, num_rings: 
     numbers = range(1, len(line) + 1) if num_rings is None else [num_rings]
     if not line or numbers[-1] > len(line) or numbers[0] < 1:
         raise TrainingError(
-            explain(
-                "rings",
-                got=num_rings,
-                expected=f"1 to {len(line)}, the workers that have reported",
-                do="Choose fewer rings, or use more workers",
-            )
+            "rings",
+            got=num_rings,
+            expected=f"1 to {len(line)}, the workers that have reported",
+            do="Choose fewer rings, or use more workers",
         )
     return max((_best_grouping(line, count, model) for count in numbers), key=lambda found: found.rounds_per_s)
 
@@ -116,12 +114,10 @@ class CompletionQueue:
     def __init__(self, num_workers: int, num_rings: int) -> None:
         if not 1 <= num_rings <= num_workers:
             raise TrainingError(
-                explain(
-                    "rings",
-                    got=num_rings,
-                    expected=f"1 to {num_workers}, one worker in each at least",
-                    do="Choose fewer rings, or use more workers",
-                )
+                "rings",
+                got=num_rings,
+                expected=f"1 to {num_workers}, one worker in each at least",
+                do="Choose fewer rings, or use more workers",
             )
         self._num_workers, self._num_rings = num_workers, num_rings
         self._queue: deque[int] = deque()
@@ -144,7 +140,7 @@ class CompletionQueue:
         if not 0 <= worker < self._num_workers:
             expected = f"0 to {self._num_workers - 1}"
             raise TrainingError(
-                explain("worker that reports", got=worker, expected=expected, do="Look into the log of that worker")
+                "worker that reports", got=worker, expected=expected, do="Look into the log of that worker"
             )
         if worker in self._reported:
             return None

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ringweave import units
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.planning import balancing
 from ringweave.planning.balancing import Speed
 from ringweave.planning.balancing.epochs import Indices
@@ -148,7 +148,7 @@ def check_sites(sites: Sequence[Sequence[int]], world_size: int) -> tuple[Site, 
     if sorted(itertools.chain.from_iterable(sites)) != list(range(world_size)) or not all(sites):
         expected = f"each of the ranks 0 to {world_size - 1} in exactly one site"
         do = "Name the ranks of each site, or leave sites out for those of the cluster file"
-        raise TrainingError(explain("sites", got=[list(site) for site in sites], expected=expected, do=do))
+        raise TrainingError("sites", got=[list(site) for site in sites], expected=expected, do=do)
     return tuple(sorted(tuple(sorted(site)) for site in sites))
 
 
@@ -169,7 +169,6 @@ class RoundSplit:
 
     @property
     def round_steps(self) -> int:
-        """Train steps of a round."""
         return -(-self.inner_steps // self.fragments)
 
     @property
@@ -195,16 +194,13 @@ class RoundSplit:
         return (math.sqrt(num_sites) if is_scale_invariant else 1.0) / excess
 
     def samples_of_sites(self, num_samples: int) -> tuple[int, ...]:
-        """Return each site's samples of a round of so many samples."""
         speeds = [Speed(s_per_sample=1 / speed) for speed in self.speeds]
         return balancing.apportion(num_samples, speeds, min_samples=1 if num_samples >= len(speeds) else 0)
 
     def with_measured(self, samples: Sequence[float], seconds: Sequence[float]) -> "RoundSplit":
         """Return the division by measured speeds; this one if it is predicted to gain little, or a site did nothing.
 
-        Args:
-            samples: Samples of each site in the last round.
-            seconds: Seconds in which each site computed them, without outer exchange and waits for other sites.
+        `seconds`: seconds in which each site computed them, without outer exchange and waits for other sites.
         """
         if min(samples) <= 0 or min(seconds) <= 0:
             return self
@@ -248,7 +244,6 @@ class SiteOrder:
     """(num_samples,) int64: samples of all sites, from the present position to the end of the epoch."""
     split: RoundSplit
     site: int
-    """Index of the site."""
 
     @functools.cached_property
     def rounds(self) -> list[tuple[int, int]]:
@@ -295,9 +290,7 @@ def inner_steps_for_share(step_s: float, exchange_s: float, computing_share: flo
 def divide_into_fragments(sizes: Sequence[int], num_fragments: int) -> tuple[tuple[int, ...], ...]:
     """Return the indices of the parameters of each fragment: neighbours, of about equal size in all.
 
-    Args:
-        sizes: Elements of each parameter.
-        num_fragments: Number of fragments; some are empty if there are fewer parameters.
+    `num_fragments`: number of fragments; some are empty if there are fewer parameters.
     """
     ends, total = itertools.accumulate(sizes), max(1, sum(sizes))
     middles = [end - size / 2 for end, size in zip(ends, sizes, strict=True)]

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.planning.partition.solve import solve_partition
 from ringweave.planning.repartition.pipeline_workload import PipelineConditions, PipelineWorkload
 from ringweave.planning.repartition.search import Splits, search_partitions, search_stages
@@ -173,7 +173,7 @@ class _StagePlanner:
                 f"a block for each stage and a sample for each of {self._workload.num_devices} devices, and memory"
             )
             do = "Leave devices out, cut the model finer, or give microbatches more samples"
-            raise UsageError(explain("stages", got=got, expected=expected, do=do))
+            raise UsageError("stages", got=got, expected=expected, do=do)
         best = sorted(fitting, key=lambda plan: plan.step_s)[:_NUM_POLISHED]
         return min(map(_polish, best), key=lambda plan: plan.step_s)
 

@@ -69,7 +69,6 @@ class Tombstones:
         return replace(job, record=replace(record, state=record.outcome, reason=reason, deleting=False))
 
     def close(self) -> None:
-        """Stop watching."""
         while self._watched:
             os.close(self._watched.popitem()[1][1])
 
@@ -196,13 +195,7 @@ def unreadable_job(
 ) -> Job:
     """Return a failed job that stands for one whose stored form cannot be read, so that lists still show it.
 
-    Args:
-        name: Name of the job.
-        requester: Its owner.
-        created_s: Time of its submission.
-        reason: Mistake in its stored form, with a remedy.
-        num_workers: Workers, as far as known.
-        device: `cuda` or `cpu`, as far as known.
+    `device`: `cuda` or `cpu`, as far as known.
     """
     nodes = (NodeRequest(name="n0", capacity=num_workers),)
     request = JobRequest(name="unreadable", num_workers=num_workers, script="-", device=device, nodes=nodes)

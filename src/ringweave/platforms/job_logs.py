@@ -23,9 +23,7 @@ _ALL_LOGS = LogQuery()
 def find_logs(runs: Path, which: LogQuery = _ALL_LOGS) -> list[tuple[str, Path]]:
     """Return the wanted logs with their names, in the order of output.
 
-    Args:
-        runs: Folder with the run directories of all attempts; it may be gone.
-        which: Query of the lines.
+    `runs`: folder with the run directories of all attempts; it may be gone.
     """
     found = []
     with contextlib.suppress(FileNotFoundError):  # the job is being removed

@@ -42,9 +42,7 @@ PlatformFactory = Callable[[Mapping[str, str]], Platform]
 def open_platform(name: str, environ: Mapping[str, str]) -> Platform:
     """Open the platform of that name.
 
-    Args:
-        name: `local`, `slurm`, `kubernetes`, the name of an entry point, or an address.
-        environ: Environment with its settings.
+    `name`: `local`, `slurm`, `kubernetes`, the name of an entry point, or an address.
 
     Raises:
         UsageError: There is no platform of that name.
@@ -63,7 +61,7 @@ def open_platform(name: str, environ: Mapping[str, str]) -> Platform:
     do = (
         suggest_closest(name, names) or f"Install a package with an entry point {name} in the group {ENTRY_POINT_GROUP}"
     )
-    raise UsageError(explain("service", got=name, expected=f"one of {', '.join(names)}", do=do, where="--on"))
+    raise UsageError("service", got=name, expected=f"one of {', '.join(names)}", do=do, where="--on")
 
 
 def _load_factory(path: str, name: str) -> PlatformFactory:
@@ -90,10 +88,7 @@ _JOB_VERBS = "|".join((*admission.VERB_NAMES, "status", "why", "logs", "events")
 def with_platform_option(text: str, name: str, platform: str) -> str:
     """Return the text with `--on PLATFORM` added to each command on the job that lacks it.
 
-    Args:
-        text: Text for people.
-        name: Name of the job.
-        platform: Value of `--on`.
+    `platform`: value of `--on`.
     """
     if platform in FOUND_PLATFORMS:
         return text

@@ -10,7 +10,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from pydantic import TypeAdapter
 
-from ringweave.errors import JobError, LaunchError, RingweaveError, UnknownJobError, UsageError, explain
+from ringweave.errors import JobError, LaunchError, RingweaveError, UnknownJobError, UsageError
 from ringweave.files import file_io
 from ringweave.jobs.request import JobRequest
 from ringweave.platforms import api, submission
@@ -41,7 +41,7 @@ class RemotePlatform(Platform):
         parts = urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
             do = "Write it like https://jobs.example:8443"
-            raise UsageError(explain("service", got=address, expected="http(s)://HOST:PORT", do=do, where="--on"))
+            raise UsageError("service", got=address, expected="http(s)://HOST:PORT", do=do, where="--on")
         self._address, self._parts, self._token = address, parts, token
 
     def submit(
@@ -116,15 +116,7 @@ class RemotePlatform(Platform):
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """Send a request and return a response that is no error.
 
-        Args:
-            method: HTTP method.
-            path: Path and query.
-            body: JSON body.
-            may_be_silent: The body of the answer has no timeout.
-
-        Raises:
-            JobError: The adapter refuses (UnknownJobError: 404); the text is its own.
-            LaunchError: The adapter cannot be reached, or failed.
+        `may_be_silent`: the body of the answer has no timeout.
         """
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(str(self._parts.hostname), self._parts.port, timeout=ANSWER_TIMEOUT_S)
@@ -161,7 +153,7 @@ class RemotePlatform(Platform):
     def _failure(self, got: str) -> LaunchError:
         do = "Check that the adapter runs, and read its log"
         expected = "an answer of the protocol in docs/how-to/write-a-platform.md"
-        return LaunchError(explain(f"service {self._address}", got=got, expected=expected, do=do, where="--on"))
+        return LaunchError(f"service {self._address}", got=got, expected=expected, do=do, where="--on")
 
 
 def open_remote_platform(address: str, environ: Mapping[str, str]) -> RemotePlatform:
@@ -175,7 +167,7 @@ def open_remote_platform(address: str, environ: Mapping[str, str]) -> RemotePlat
         token = Path(path).read_text(encoding="utf-8").strip() if path else None
     except OSError as error:
         do = f"Correct {TOKEN_FILE}"
-        raise UsageError(explain("token file", got=path, expected="a file that can be read", do=do)) from error
+        raise UsageError("token file", got=path, expected="a file that can be read", do=do) from error
     return RemotePlatform(address, token)
 
 

@@ -104,7 +104,7 @@ class _AdapterHandler(BaseHTTPRequestHandler):
         text = body.get("script_text")
         if request.script is not None and request.directory is None and not isinstance(text, str):
             do = "Send the script's text, or give the folder that it is in as directory"
-            raise JobError(explain("script_text", got=text, expected="the text of the script", do=do))
+            raise JobError("script_text", got=text, expected="the text of the script", do=do)
         is_dry = bool(body.get("dry_run"))
         submission = self._adapter.platform.submit(request, base=Path.home(), script_text=text, dry_run=is_dry)
         return {"job": api.job_view_document(submission.job), "objects": [asdict(each) for each in submission.objects]}
@@ -114,12 +114,12 @@ class _AdapterHandler(BaseHTTPRequestHandler):
         length = int(given) if given.isascii() and given.isdecimal() and len(given) < 20 else -1
         if not 0 <= length <= MAX_REQUEST_BYTES:
             do = "Put the files of the script into one folder, and give that folder as directory"
-            raise JobError(explain("bytes of the request", got=given, expected=f"at most {MAX_REQUEST_BYTES}", do=do))
+            raise JobError("bytes of the request", got=given, expected=f"at most {MAX_REQUEST_BYTES}", do=do)
         try:
             body = file_io.parse_json(self.rfile.read(length), MAX_REQUEST_BYTES)
         except ValueError as error:
             raise JobError(
-                explain("request", got=str(error), expected="JSON", do="See docs/how-to/write-a-platform.md")
+                "request", got=str(error), expected="JSON", do="See docs/how-to/write-a-platform.md"
             ) from error
         return body if isinstance(body, dict) else {}
 
@@ -129,12 +129,12 @@ class _AdapterHandler(BaseHTTPRequestHandler):
                 return int(query[key][0]) if key in query else None
             except ValueError as error:
                 do = "Leave it out for all"
-                raise JobError(explain(key, got=query[key][0], expected="a whole number", do=do)) from error
+                raise JobError(key, got=query[key][0], expected="a whole number", do=do) from error
 
         events = query.get("events", ["none"])[0]
         if events not in api.LOG_FILES:
             expected = f"one of {', '.join(api.LOG_FILES)}"
-            raise JobError(explain("events", got=events, expected=expected, do="Leave it out for none"))
+            raise JobError("events", got=events, expected=expected, do="Leave it out for none")
         which = LogQuery(
             node=query.get("node", [None])[0],
             rank=number("rank"),

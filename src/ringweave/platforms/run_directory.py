@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ringweave import telemetry, topology
-from ringweave.errors import JobError, RingweaveError, UnknownJobError, explain
+from ringweave.errors import JobError, RingweaveError, UnknownJobError
 from ringweave.files import file_io
 from ringweave.jobs import records
 from ringweave.jobs.request import JobRequest
@@ -77,7 +77,7 @@ class RunDirectoryPlatform(Platform):
             JobError: Always.
         """
         do = "Use ringweave run, or leave --on out"
-        raise JobError(explain("--on", got=PLATFORM, expected="a platform of jobs", do=do))
+        raise JobError("--on", got=PLATFORM, expected="a platform of jobs", do=do)
 
     def jobs(self) -> Sequence[JobView]:
         names = [path.parent.name for path in RUNS_FOLDER.glob("*/run.json")]
@@ -98,10 +98,10 @@ class RunDirectoryPlatform(Platform):
         directory = _require_run_dir(name)
         if verb != "stop":
             do = "Submit a job for that, see ringweave submit --help" if verb != "delete" else "Remove its folder"
-            raise JobError(explain(f"{verb} of run {name}", got="a run without a job", expected="stop", do=do))
+            raise JobError(f"{verb} of run {name}", got="a run without a job", expected="stop", do=do)
         holders = find_holders(directory)
         if not holders:
-            raise JobError(explain(f"run {name}", got="ended", expected="one that runs", do="Nothing to do"))
+            raise JobError(f"run {name}", got="ended", expected="one that runs", do="Nothing to do")
         for pid in holders:
             os.kill(pid, signal.SIGINT)
         return self._view(directory, name)
@@ -138,7 +138,6 @@ class _RunEvents:
     newest: deque[EventView] = field(default_factory=lambda: deque(maxlen=records.MAX_EVENTS))
 
     def read(self) -> None:
-        """Read what is new."""
         for event in self.tail.iter_new():
             if event["kind"] == "run_started":
                 self.begun_s, self.progress = event["time"], None
@@ -236,11 +235,7 @@ def _event_view(event: Event) -> EventView:
 
 
 def _read_record(directory: RunDir) -> dict[str, Any]:
-    """Return run.json.
-
-    Raises:
-        UnknownJobError: It is none of a run.
-    """
+    """Return run.json."""
     try:
         record = file_io.load_json(directory.run_json, run_dir.MAX_RUN_JSON_BYTES)
     except (OSError, ValueError):
@@ -249,7 +244,7 @@ def _read_record(directory: RunDir) -> dict[str, Any]:
         return record
     do = "Name the folder of a run of this ringweave"
     what = f"run.json of {directory.root}"
-    raise UnknownJobError(explain(what, got="another file", expected="the record of a run", do=do))
+    raise UnknownJobError(what, got="another file", expected="the record of a run", do=do)
 
 
 def _is_record(record: Mapping[str, Any]) -> bool:
@@ -268,15 +263,11 @@ def _is_record(record: Mapping[str, Any]) -> bool:
 
 
 def _require_run_dir(name: str) -> RunDir:
-    """Return the run directory of that name.
-
-    Raises:
-        UnknownJobError: There is none.
-    """
+    """Return the run directory of that name."""
     directory = find_run_dir(name)
     if directory is None:
         do = "Give the path of its run directory, or its name below runs/"
-        raise UnknownJobError(explain("run", got=name, expected="a folder with a run.json", do=do))
+        raise UnknownJobError("run", got=name, expected="a folder with a run.json", do=do)
     return directory
 
 

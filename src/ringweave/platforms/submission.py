@@ -9,7 +9,7 @@ from pathlib import Path
 import platformdirs
 
 from ringweave import topology
-from ringweave.errors import JobError, explain
+from ringweave.errors import JobError
 from ringweave.files.problems import shorten_names, suggest_closest
 from ringweave.jobs import admission
 from ringweave.jobs.admission import AccessPolicy
@@ -72,10 +72,7 @@ def os_user() -> str:
 def read_request_script(request: JobRequest, base: Path, script_text: str | None) -> str | None:
     """Return the text of a script that travels with its job; None if it is in a directory, or no script.
 
-    Args:
-        request: Request of the job.
-        base: Base of its relative paths.
-        script_text: Script that came with the request; no file is read then.
+    `base`: base of its relative paths.
 
     Raises:
         JobError: The script does not exist, or cannot travel.
@@ -93,11 +90,7 @@ def create_origin(
 ) -> JobOrigin:
     """Create the origin of a job.
 
-    Args:
-        request: Request of the job.
-        base: Base of its relative paths.
-        environ: Environment that workers inherit.
-        script_text: Script that came with the request.
+    `base`: base of its relative paths.
 
     Raises:
         JobError: The program or the directory does not exist.
@@ -128,7 +121,7 @@ def check_program(request: JobRequest, directory: Path) -> None:
         program = replace(program, target=str(directory / program.target))
         what, expected = "script", "the path of a Python file"
         do = "Correct the script or the directory; the script's path is below the directory"
-    raise JobError(explain(what, got=program.target, expected=expected, do=do, where=request.name))
+    raise JobError(what, got=program.target, expected=expected, do=do, where=request.name)
 
 
 def lab_cluster_text(request: JobRequest) -> str | None:
@@ -148,13 +141,13 @@ def lab_cluster_text(request: JobRequest) -> str | None:
         if node.name not in names:
             do = suggest_closest(node.name, names) or "Name nodes of the lab"
             expected = f"a node of lab {request.lab}: {shorten_names(names, len(names))}"
-            raise JobError(explain("node", got=node.name, expected=expected, do=do, where=request.name))
+            raise JobError("node", got=node.name, expected=expected, do=do, where=request.name)
         num_devices = cluster.node(node.name).num_devices
         if node.capacity > num_devices:
             expected = f"at most {num_devices}, its devices in lab {request.lab}"
             do = "Give it less, or the node more devices in the lab's cluster file"
             what = f"capacity of node {node.name}"
-            raise JobError(explain(what, got=node.capacity, expected=expected, do=do, where=request.name))
+            raise JobError(what, got=node.capacity, expected=expected, do=do, where=request.name)
     return topology.dumps(cluster)
 
 
@@ -167,7 +160,7 @@ def check_platform_keys(request: JobRequest, platform: str) -> None:
     for key, (home, do) in _SINGLE_PLATFORM_KEYS.items():
         got = getattr(request, key)
         if got is not None and platform != home:
-            raise JobError(explain(key, got=got, expected=f"none on {platform}", do=do, where=request.name))
+            raise JobError(key, got=got, expected=f"none on {platform}", do=do, where=request.name)
 
 
 def check_log_query(job: Job, which: LogQuery) -> None:
@@ -179,8 +172,8 @@ def check_log_query(job: Job, which: LogQuery) -> None:
     names = [job.node_name(node) for node in job.used_nodes]
     if which.node is not None and which.node not in names:
         do = suggest_closest(which.node, names) or "Leave --node out for all of them"
-        raise JobError(explain("node", got=which.node, expected=f"one of {', '.join(names)}", do=do, where="--node"))
+        raise JobError("node", got=which.node, expected=f"one of {', '.join(names)}", do=do, where="--node")
     if which.rank is not None and not 0 <= which.rank < job.request.num_workers:
         expected = f"0 to {job.request.num_workers - 1}"
         do = "Leave --rank out for all of them"
-        raise JobError(explain("rank", got=which.rank, expected=expected, do=do, where="--rank"))
+        raise JobError("rank", got=which.rank, expected=expected, do=do, where="--rank")

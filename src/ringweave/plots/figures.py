@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.files import file_io
 
 PICTURE_SUFFIXES = (".png", ".svg")
@@ -46,7 +46,7 @@ def check_matplotlib() -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         do = "Install it: pip install matplotlib"
-        raise UsageError(explain("picture", got="no matplotlib", expected="matplotlib to draw it", do=do))
+        raise UsageError("picture", got="no matplotlib", expected="matplotlib to draw it", do=do)
 
 
 def check_picture_path(text: str) -> Path:
@@ -59,10 +59,10 @@ def check_picture_path(text: str) -> Path:
     path = Path(text)
     if path.suffix.lower() not in PICTURE_SUFFIXES:
         expected = f"a file name ending in {' or '.join(PICTURE_SUFFIXES)}"
-        raise UsageError(explain("picture", got=text, expected=expected, do="Name it so"))
+        raise UsageError("picture", got=text, expected=expected, do="Name it so")
     if not path.parent.is_dir():
         expected = "a file in a folder that exists"
-        raise UsageError(explain("picture", got=text, expected=expected, do="Make the folder first"))
+        raise UsageError("picture", got=text, expected=expected, do="Make the folder first")
     file_io.check_writable("picture", path)
     return path
 

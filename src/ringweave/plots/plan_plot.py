@@ -30,7 +30,6 @@ class OutlineItem:
     rate_text: str
     """The rate as text; a range if several differ."""
     num_nodes: int
-    """Number of nodes in it."""
     is_switch: bool
     is_binding: bool = False
     """True if the uplink, or that of one of several, is among the links that set the bound."""

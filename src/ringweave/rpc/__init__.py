@@ -14,22 +14,3 @@ from ringweave.rpc.tls import (
     PeerAuthentication,
     TlsAuthentication,
 )
-
-__all__ = [
-    "Ack",
-    "CertificateAuthority",
-    "Credentials",
-    "Identity",
-    "IncomingCall",
-    "PeerAuthentication",
-    "PeerStatus",
-    "PendingCall",
-    "RpcCall",
-    "RpcClient",
-    "RpcHandler",
-    "RpcLimits",
-    "RpcMessage",
-    "RpcReply",
-    "RpcServer",
-    "TlsAuthentication",
-]

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 
 from typing_extensions import Buffer
 
-from ringweave.errors import ConnectionLostError, DeadlineError, RpcError, explain
+from ringweave.errors import ConnectionLostError, DeadlineError, RpcError
 from ringweave.rpc import framing
 from ringweave.rpc.framing import FrameHead, FrameKind, FramePrefix, RpcLimits
 
@@ -52,7 +52,6 @@ class ConnectionTraffic:
         )
 
     def as_dict(self) -> dict[str, float]:
-        """Return the counters by name."""
         return asdict(self)
 
 
@@ -274,24 +273,20 @@ class RpcChannel:
 
     def _deadline_error(self, what: str) -> DeadlineError:
         return DeadlineError(
-            explain(
-                "time for a message",
-                got=f"used up {what}",
-                expected="a peer that takes and gives at least slowest_bytes_per_s",
-                do="Look whether that process is stopped or its link is down",
-                where=self.where,
-            )
+            "time for a message",
+            got=f"used up {what}",
+            expected="a peer that takes and gives at least slowest_bytes_per_s",
+            do="Look whether that process is stopped or its link is down",
+            where=self.where,
         )
 
     def _connection_error(self, cause: object) -> RpcError:
         return ConnectionLostError(
-            explain(
-                "connection",
-                got=self._cut_reason or str(cause),
-                expected="one that lasts",
-                do="Look for the end of that process, and connect again",
-                where=self.where,
-            )
+            "connection",
+            got=self._cut_reason or str(cause),
+            expected="one that lasts",
+            do="Look for the end of that process, and connect again",
+            where=self.where,
         )
 
 

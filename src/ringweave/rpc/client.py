@@ -86,12 +86,10 @@ class PendingCall:
         sizes = tuple(view.nbytes for view in self._into)
         if sizes != head.sizes:
             raise MessageError(
-                explain(
-                    f"buffers in the answer to {self.message.kind}",
-                    got=head.sizes,
-                    expected=f"bytes {sizes}, the memory that they were to fill",
-                    do=_SAME_VERSION_HINT,
-                )
+                f"buffers in the answer to {self.message.kind}",
+                got=head.sizes,
+                expected=f"bytes {sizes}, the memory that they were to fill",
+                do=_SAME_VERSION_HINT,
             )
         return RpcReply(message, self._into)
 
@@ -253,9 +251,7 @@ class RpcClient:
         self._reader.join(_CLOSE_TIMEOUT_S)
 
     def _mark_closed(self) -> None:
-        lost = ConnectionLostError(
-            explain("connection", got="closed by this end", expected="an open one", do="Connect again")
-        )
+        lost = ConnectionLostError("connection", got="closed by this end", expected="an open one", do="Connect again")
         with self._lock:
             self._failure = self._failure or lost
 
@@ -310,13 +306,11 @@ class RpcClient:
         for what, got, maximum, limit in bounds:
             if got > maximum:
                 raise MessageError(
-                    explain(
-                        f"message {message.kind}, {what}",
-                        got=got,
-                        expected=f"at most {maximum}",
-                        do=f"Send less at once, or raise {limit} on the server",
-                        where=self._channel.where,
-                    )
+                    f"message {message.kind}, {what}",
+                    got=got,
+                    expected=f"at most {maximum}",
+                    do=f"Send less at once, or raise {limit} on the server",
+                    where=self._channel.where,
                 )
 
     def _fail_start(self, pending: PendingCall, error: RpcError) -> RpcError:
@@ -342,9 +336,7 @@ class RpcClient:
             while self._handle_frame(self._channel.receive_head()):
                 pass
             error: RpcError = ConnectionLostError(
-                explain(
-                    "connection", got="closed by the server", expected="an open one", do="Connect again when it is back"
-                )
+                "connection", got="closed by the server", expected="an open one", do="Connect again when it is back"
             )
         except RpcError as failure:
             error = failure

@@ -22,7 +22,7 @@ import pydantic
 import xxhash
 from typing_extensions import Buffer
 
-from ringweave.errors import MessageError, UsageError, explain
+from ringweave.errors import MessageError, UsageError
 from ringweave.files import file_io
 
 
@@ -54,17 +54,13 @@ class RpcLimits:
     def __post_init__(self) -> None:
         for each in fields(self):
             if not getattr(self, each.name) > 0:
-                raise UsageError(
-                    explain(each.name, got=getattr(self, each.name), expected="more than 0", do="Raise the limit")
-                )
+                raise UsageError(each.name, got=getattr(self, each.name), expected="more than 0", do="Raise the limit")
         if self.max_message_bytes > self.max_bytes_in_flight:
             raise UsageError(
-                explain(
-                    "max_message_bytes",
-                    got=self.max_message_bytes,
-                    expected=f"at most max_bytes_in_flight, {self.max_bytes_in_flight}",
-                    do="Raise max_bytes_in_flight, or no such message could ever be taken",
-                )
+                "max_message_bytes",
+                got=self.max_message_bytes,
+                expected=f"at most max_bytes_in_flight, {self.max_bytes_in_flight}",
+                do="Raise max_bytes_in_flight, or no such message could ever be taken",
             )
 
     def frame_timeout_s(self, num_bytes: int) -> float:
@@ -161,9 +157,7 @@ def as_bytes_view(buffer: Buffer) -> memoryview:
     view = memoryview(buffer)
     if not view.c_contiguous:
         raise MessageError(
-            explain(
-                "buffer", got=view.strides, expected="contiguous memory", do="Copy it first: numpy.ascontiguousarray"
-            )
+            "buffer", got=view.strides, expected="contiguous memory", do="Copy it first: numpy.ascontiguousarray"
         )
     return view.cast("B") if view.nbytes else memoryview(b"")
 
@@ -248,7 +242,7 @@ def verify_content(buffers: Sequence[memoryview], stated_checksum: Buffer) -> No
 
 def frame_error(what: str, got: object, expected: str, do: str) -> MessageError:
     """Return an error about the bytes of a frame."""
-    return MessageError(explain(what, got=got, expected=expected, do=do))
+    return MessageError(what, got=got, expected=expected, do=do)
 
 
 _DAMAGED_HINT = "The bytes were damaged on the way or by their sender: connect again"
@@ -346,10 +340,8 @@ def decode_message(model: type[MessageT], body: bytes) -> MessageT:
         # An unknown key is untrusted input too.
         field_path = ".".join(str(key) for key in first["loc"] if not is_hidden or key in model.model_fields)
         raise MessageError(
-            explain(
-                f"message {model.kind}" + (f", {field_path[:80]}" if field_path else ""),
-                got=first["type"] if is_hidden else first.get("input"),
-                expected=f"a valid one ({first['msg'][:120]})",
-                do="Run the same ringweave on all nodes",
-            )
+            f"message {model.kind}" + (f", {field_path[:80]}" if field_path else ""),
+            got=first["type"] if is_hidden else first.get("input"),
+            expected=f"a valid one ({first['msg'][:120]})",
+            do="Run the same ringweave on all nodes",
         ) from cause

@@ -165,13 +165,11 @@ def _receive_first(channel: RpcChannel, kind: FrameKind, model: type[MessageT]) 
         raise refusal_error(head.body)
     if head.prefix.kind != kind or head.prefix.num_buffers:
         raise MessageError(
-            explain(
-                "first frame",
-                got=head.prefix.kind.name,
-                expected=kind.name,
-                do="Check which process called",
-                where=channel.where,
-            )
+            "first frame",
+            got=head.prefix.kind.name,
+            expected=kind.name,
+            do="Check which process called",
+            where=channel.where,
         )
     return framing.decode_message(model, head.body)
 
@@ -254,11 +252,7 @@ class RefusalLog:
     def add(self, reason: str, host: str, port: int, text: str) -> None:
         """Note a refusal.
 
-        Args:
-            reason: One word for it: `certificate`, `revoked`, `token`, `job`, `role`, `message`, `deadline`, `full`.
-            host: Address of the one refused.
-            port: Its port.
-            text: The error's text.
+        `reason`: one word for it: `certificate`, `revoked`, `token`, `job`, `role`, `message`, `deadline`, `full`.
         """
         count = self._count(reason, host)
         if count and self._write_event is not None:

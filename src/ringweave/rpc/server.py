@@ -75,7 +75,6 @@ class RpcHandler:
     """Handler of one kind of message on a server."""
 
     message: type[RpcMessage]
-    """Class of the message."""
     handle: Callable[[RpcCall], RpcMessage | RpcReply]
     """Handles the call and returns the answer, of class `message.reply`. It runs in a thread of its own, beside calls
     of other peers. An error of the tree in `errors.py` reaches the caller with its text, any other without it."""
@@ -108,12 +107,10 @@ class MemoryBudget:
         with self._changed:
             if not self._changed.wait_for(lambda: self._free_bytes >= num_bytes, timeout_s):
                 raise DeadlineError(
-                    explain(
-                        "room for a message",
-                        got=f"{self._free_bytes} bytes free",
-                        expected=f"{num_bytes} within {timeout_s:.3g} s",
-                        do="Raise max_bytes_in_flight, or let fewer peers push at once",
-                    )
+                    "room for a message",
+                    got=f"{self._free_bytes} bytes free",
+                    expected=f"{num_bytes} within {timeout_s:.3g} s",
+                    do="Raise max_bytes_in_flight, or let fewer peers push at once",
                 )
             self._free_bytes -= num_bytes
 
@@ -223,7 +220,7 @@ class PeerSession:
                 return False
             case other:
                 raise MessageError(
-                    explain("frame", got=other.name, expected="CALL, CANCEL or BYE", do="Check which process called")
+                    "frame", got=other.name, expected="CALL, CANCEL or BYE", do="Check which process called"
                 )
         return True
 
@@ -243,22 +240,18 @@ class PeerSession:
     def _check_order(self, head: FrameHead) -> None:
         if head.prefix.call <= self._last_call:
             raise MessageError(
-                explain(
-                    "number of a call",
-                    got=head.prefix.call,
-                    expected=f"more than {self._last_call}",
-                    do="A message was repeated on the way: connect again",
-                )
+                "number of a call",
+                got=head.prefix.call,
+                expected=f"more than {self._last_call}",
+                do="A message was repeated on the way: connect again",
             )
         self._last_call = head.prefix.call
         if len(self._running) >= self.channel.limits.max_calls:
             raise MessageError(
-                explain(
-                    "calls at once",
-                    got=len(self._running) + 1,
-                    expected=f"at most {self.channel.limits.max_calls}, as the welcome said",
-                    do="Wait for answers before calling again",
-                )
+                "calls at once",
+                got=len(self._running) + 1,
+                expected=f"at most {self.channel.limits.max_calls}, as the welcome said",
+                do="Wait for answers before calling again",
             )
 
     def _receive_call(self, head: FrameHead) -> bool:
@@ -292,18 +285,14 @@ class PeerSession:
 
     def _parse_call(self, head: FrameHead) -> tuple[RpcHandler, IncomingCall]:
         if self._is_closing:
-            raise RpcError(
-                explain("server", got="closing", expected="one that stays", do="Call the one that takes its place")
-            )
+            raise RpcError("server", got="closing", expected="one that stays", do="Call the one that takes its place")
         handler = self._handlers.get(head.name)
         if handler is None:
             raise MessageError(
-                explain(
-                    "kind of message",
-                    got=head.name,
-                    expected=f"one of {', '.join(sorted(self._handlers)) or 'none'}",
-                    do="Look whether this is the server that you meant",
-                )
+                "kind of message",
+                got=head.name,
+                expected=f"one of {', '.join(sorted(self._handlers)) or 'none'}",
+                do="Look whether this is the server that you meant",
             )
         return handler, IncomingCall(self.peer, framing.decode_message(handler.message, head.body), head.sizes)
 
@@ -685,6 +674,6 @@ def _handlers_by_kind(handlers: Iterable[RpcHandler]) -> dict[str, RpcHandler]:
     for handler in handlers:
         kind = handler.message.kind
         if kind in known:
-            raise UsageError(explain("handlers", got=kind, expected="one for each kind of message", do="Rename one"))
+            raise UsageError("handlers", got=kind, expected="one for each kind of message", do="Rename one")
         known[kind] = handler
     return known

@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 import pydantic
 from typing_extensions import Buffer
 
-from ringweave.errors import DeadlineError, MessageError, RpcError, explain
+from ringweave.errors import DeadlineError, MessageError, RpcError
 from ringweave.rpc import framing
 from ringweave.rpc.client import PendingCall, RpcClient
 from ringweave.rpc.framing import RpcMessage, RpcReply
@@ -110,7 +110,7 @@ class BackgroundThrottle:
                 break
             waited_s, self._busy_s = waited_s + look_s, 0.0
         else:
-            raise DeadlineError(explain("state", got="unfinished", expected="all of it", do="It was given up"))
+            raise DeadlineError("state", got="unfinished", expected="all of it", do="It was given up")
 
     def _remaining_pause_s(self, full_pause_s: float, waited_s: float) -> float:
         """Return the rest of a pause, at the present urgency."""
@@ -244,22 +244,18 @@ class StateServer:
         published = self._find(wanted.name)
         if published.description.offer != wanted.offer:
             raise MessageError(
-                explain(
-                    f"published state {wanted.name}",
-                    got=wanted.offer,
-                    expected=f"the newest, {published.description.offer}",
-                    do="Begin again: it was replaced meanwhile",
-                )
+                f"published state {wanted.name}",
+                got=wanted.offer,
+                expected=f"the newest, {published.description.offer}",
+                do="Begin again: it was replaced meanwhile",
             )
         view = published.views[wanted.piece] if 0 <= wanted.piece < len(published.views) else memoryview(b"")
         if not 0 <= wanted.first_byte <= wanted.first_byte + wanted.num_bytes <= view.nbytes:
             raise MessageError(
-                explain(
-                    f"slice of state {wanted.name}",
-                    got=(wanted.piece, wanted.first_byte, wanted.num_bytes),
-                    expected="one that lies within a buffer of the description",
-                    do="Ask for what the description names",
-                )
+                f"slice of state {wanted.name}",
+                got=(wanted.piece, wanted.first_byte, wanted.num_bytes),
+                expected="one that lies within a buffer of the description",
+                do="Ask for what the description names",
             )
         return RpcReply(StateChunk(), [view[wanted.first_byte :][: wanted.num_bytes]])
 
@@ -269,7 +265,7 @@ class StateServer:
             published, names = self._published.get(name), sorted(self._published)
         if published is None:
             raise RpcError(
-                explain("state", got=name, expected=f"one of {', '.join(names) or 'none'}", do="Ask a peer that has it")
+                "state", got=name, expected=f"one of {', '.join(names) or 'none'}", do="Ask a peer that has it"
             )
         return published
 
@@ -339,9 +335,7 @@ def _chunk_reads(
 def _remaining_s(name: str, deadline_s: float, clock: Callable[[], float]) -> float:
     left_s = deadline_s - clock()
     if left_s <= 0:
-        raise DeadlineError(
-            explain(f"state {name}", got="unfinished", expected="all of it in time", do="Give it more time")
-        )
+        raise DeadlineError(f"state {name}", got="unfinished", expected="all of it in time", do="Give it more time")
     return left_s
 
 
@@ -352,12 +346,10 @@ def _checked_buffers(description: StateDescription, buffers: Mapping[str, Buffer
     if sizes != wanted:
         differing = sorted(set(sizes.items()) ^ set(wanted.items()))
         raise MessageError(
-            explain(
-                "memory for a state",
-                got=differing[:4],
-                expected="the names and bytes of the description",
-                do="Load it into the same model",
-            )
+            "memory for a state",
+            got=differing[:4],
+            expected="the names and bytes of the description",
+            do="Load it into the same model",
         )
     return [views[piece.name] for piece in description.pieces]
 
@@ -366,10 +358,8 @@ def _verify_state(name: str, description: StateDescription, views: list[memoryvi
     for piece, view in zip(description.pieces, views, strict=True):
         if framing.checksum(view) != piece.check:
             raise MessageError(
-                explain(
-                    f"state {name}, {piece.name}",
-                    got="another check",
-                    expected="the one of the description",
-                    do="It changed while it was read: pull it again, from a peer that keeps it still",
-                )
+                f"state {name}, {piece.name}",
+                got="another check",
+                expected="the one of the description",
+                do="It changed while it was read: pull it again, from a peer that keeps it still",
             )

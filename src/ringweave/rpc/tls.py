@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from ringweave.errors import RefusedError, RpcError, UsageError, explain
+from ringweave.errors import RefusedError, RpcError, UsageError
 from ringweave.files import file_io
 
 if TYPE_CHECKING:
@@ -46,12 +46,10 @@ class Identity:
         for what, part in (("job", self.job), ("role", self.role), ("name", self.name)):
             if not _IDENTITY_PART.fullmatch(part):
                 raise UsageError(
-                    explain(
-                        f"{what} of an identity",
-                        got=part,
-                        expected="1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first",
-                        do="Rename it",
-                    )
+                    f"{what} of an identity",
+                    got=part,
+                    expected="1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first",
+                    do="Rename it",
                 )
 
     def __str__(self) -> str:
@@ -66,9 +64,7 @@ class Identity:
         """
         match = _IDENTITY_URI.fullmatch(text)
         if match is None:
-            raise UsageError(
-                explain("identity", got=text, expected="ringweave://JOB/ROLE/NAME", do="Write all three parts")
-            )
+            raise UsageError("identity", got=text, expected="ringweave://JOB/ROLE/NAME", do="Write all three parts")
         return cls(job=match[1], role=match[2], name=match[3])
 
 
@@ -97,13 +93,10 @@ class Credentials:
     """
 
     identity: Identity
-    """Identity of this process."""
     authority_pem: str
     """Certificate of the job's authority."""
     certificate_pem: str
-    """Certificate of this process."""
     key_pem: str = field(repr=False)
-    """Its private key."""
     token: str = field(repr=False)
     """Token of the job, the same for all processes: it protects against a lost certificate."""
 
@@ -128,13 +121,11 @@ class Credentials:
             file = _CredentialsFile.model_validate_json(file_io.bounded(text, _MAX_CREDENTIALS_BYTES))
         except ValueError:
             raise UsageError(
-                explain(
-                    "credentials",
-                    got=f"{len(text)} characters",
-                    expected="what Credentials.to_text wrote",
-                    do="Have the job's authority issue them again",
-                    where=where,
-                )
+                "credentials",
+                got=f"{len(text)} characters",
+                expected="what Credentials.to_text wrote",
+                do="Have the job's authority issue them again",
+                where=where,
             ) from None
         return cls(**(file.model_dump() | {"identity": Identity.parse(file.identity)}))
 
@@ -160,13 +151,11 @@ class Credentials:
             mode = os.fstat(file.fileno()).st_mode & 0o777
             if mode & 0o077:
                 raise UsageError(
-                    explain(
-                        "permissions of credentials",
-                        got=f"{mode:04o}",
-                        expected="0600: its owner alone",
-                        do=f"Others may have read the key: issue new ones, or chmod 600 {path.name}",
-                        where=str(path),
-                    )
+                    "permissions of credentials",
+                    got=f"{mode:04o}",
+                    expected="0600: its owner alone",
+                    do=f"Others may have read the key: issue new ones, or chmod 600 {path.name}",
+                    where=str(path),
                 )
             return cls.from_text(file.read(_MAX_CREDENTIALS_BYTES), where=str(path))
 
@@ -389,9 +378,7 @@ class PeerAuthentication(Protocol):
     """Authentication of the two ends of a connection to each other, from one end."""
 
     @property
-    def identity(self) -> Identity:
-        """Identity of this end."""
-        ...
+    def identity(self) -> Identity: ...
 
     @property
     def token(self) -> str: ...
@@ -463,12 +450,10 @@ def handshake_error(cause: ssl.SSLError) -> RpcError:
     reason = cause.reason or str(cause)
     detail = getattr(cause, "verify_message", "")
     return RefusedError(
-        explain(
-            "certificate of the other end" if detail else "TLS handshake",
-            got=f"{reason}: {detail}" if detail else reason,
-            expected="a valid certificate of this job's authority on both ends, over TLS 1.3",
-            do=_HANDSHAKE_FIXES.get(reason, _HANDSHAKE_FIXES["" if "expired" not in detail else "CERTIFICATE_EXPIRED"]),
-        )
+        "certificate of the other end" if detail else "TLS handshake",
+        got=f"{reason}: {detail}" if detail else reason,
+        expected="a valid certificate of this job's authority on both ends, over TLS 1.3",
+        do=_HANDSHAKE_FIXES.get(reason, _HANDSHAKE_FIXES["" if "expired" not in detail else "CERTIFICATE_EXPIRED"]),
     )
 
 

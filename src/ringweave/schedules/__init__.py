@@ -1,7 +1,7 @@
 """Schedules of collectives as plain data: generated, verified on symbolic contributor sets, rendered and parsed."""
 
-from ringweave.schedules.catalogue import NATIVE, SCHEDULE_NAMES, check_schedule_name, generate, schedule_names
 from ringweave.schedules.compose import compose_allreduce, compose_side_by_side, mirror
+from ringweave.schedules.generators import NATIVE, SCHEDULE_NAMES, check_schedule_name, generate, schedule_names
 from ringweave.schedules.generators.direct import direct, direct_allgather, direct_broadcast, direct_reduce_scatter
 from ringweave.schedules.generators.halving_doubling import halving_doubling
 from ringweave.schedules.generators.hierarchical import (
@@ -39,54 +39,3 @@ from ringweave.schedules.schedule import (
     render,
 )
 from ringweave.schedules.verification import verify
-
-__all__ = [
-    "NATIVE",
-    "SCHEDULE_NAMES",
-    "Collective",
-    "CollectiveKind",
-    "Domain",
-    "LazyRounds",
-    "ReceiveOp",
-    "Round",
-    "RoundingBound",
-    "Schedule",
-    "SchedulePhase",
-    "Stripe",
-    "Transfer",
-    "WireEncoding",
-    "arrange_leaders",
-    "binomial_broadcast",
-    "binomial_reduce",
-    "block_owners",
-    "chain_broadcast",
-    "chain_reduce",
-    "check_schedule_name",
-    "compose_allreduce",
-    "compose_side_by_side",
-    "direct",
-    "direct_allgather",
-    "direct_broadcast",
-    "direct_reduce_scatter",
-    "generate",
-    "halving_doubling",
-    "hierarchical",
-    "leader_matrix",
-    "mirror",
-    "multi_level",
-    "multi_level_allgather",
-    "multi_level_broadcast",
-    "multi_level_reduce_scatter",
-    "multi_level_striped",
-    "parameter_server",
-    "parse",
-    "project_all_ranks",
-    "project_rank",
-    "render",
-    "ring",
-    "ring_allgather",
-    "ring_block_allgather",
-    "ring_reduce_scatter",
-    "schedule_names",
-    "verify",
-]

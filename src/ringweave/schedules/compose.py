@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from ringweave.errors import ScheduleError, explain
+from ringweave.errors import ScheduleError
 from ringweave.schedules.schedule import (
     Collective,
     CollectiveKind,
@@ -38,7 +38,7 @@ def mirror(schedule: Schedule) -> Schedule:
     kind = schedule.collective.kind
     if kind not in _MIRRORED:
         expected = "an allgather or a broadcast"
-        raise ScheduleError(explain("schedule to mirror", got=kind, expected=expected, do="Mirror its other half"))
+        raise ScheduleError("schedule to mirror", got=kind, expected=expected, do="Mirror its other half")
     mirrored, rounds = _MIRRORED[kind], schedule.rounds
     count = len(rounds)
 
@@ -59,10 +59,7 @@ def mirror(schedule: Schedule) -> Schedule:
 def compose_allreduce(name: str, first: Schedule, second: Schedule) -> Schedule:
     """Compose the allreduce that consists of `first` and `second`.
 
-    Args:
-        name: Name of the whole.
-        first: A reduce-scatter or a reduce.
-        second: The allgather of the same owners, or the broadcast of the same root.
+    `second`: the allgather of the same owners, or the broadcast of the same root.
 
     Raises:
         ScheduleError: They do not fit: another collective, group, root, other owners or shares.
@@ -88,9 +85,7 @@ def compose_side_by_side(first: Schedule, *others: Schedule) -> Schedule:
 
     Phases of the same name run together.
 
-    Args:
-        first: First part; gives the result its name.
-        others: Schedules of the same kind, group and root. Their shares are in the unit of the first one's.
+    `others`: schedules of the same kind, group and root. Their shares are in the unit of the first one's.
 
     Raises:
         ScheduleError: They do not fit.

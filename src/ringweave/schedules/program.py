@@ -169,7 +169,6 @@ class PieceCoding:
 
     @property
     def encoded_bytes(self) -> int:
-        """Return the size of the encoded piece."""
         return sum(self.format.encoded_bytes(stop - start) for start, stop in itertools.pairwise(self.borders))
 
 
@@ -519,7 +518,6 @@ class SegmentMarks:
         return len(self.bounds) - 1
 
     def missing_from(self, marks: Mapping[int, tuple[int, ...]]) -> list[int]:
-        """Return the segments that no instruction has in these marks."""
         found = {segment for segments in marks.values() for segment in segments}
         return [segment for segment in range(self.num_segments) if segment not in found]
 

@@ -20,7 +20,6 @@ class RoundingBound:
     num_roundings: int
     """Largest number of roundings that a contribution passes on its way into any rank's result; 0 if all is exact."""
     format: str
-    """Name of the wire format."""
 
     @property
     def relative_error(self) -> float:

@@ -32,7 +32,7 @@ from typing import Any, Literal, NamedTuple, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ringweave.errors import ScheduleError, explain
+from ringweave.errors import ScheduleError
 from ringweave.schedules import wire_formats
 
 CollectiveKind = Literal["allreduce", "reduce-scatter", "allgather", "broadcast", "reduce"]
@@ -58,7 +58,6 @@ class Collective:
     """
 
     kind: CollectiveKind
-    """Name of the collective."""
     owners: tuple[int, ...] | None = None
     """Rank that owns each chunk; only for reduce-scatter and allgather."""
     root: int | None = None
@@ -67,12 +66,7 @@ class Collective:
     def __post_init__(self) -> None:
         if self.kind not in COLLECTIVE_KINDS:
             raise ScheduleError(
-                explain(
-                    "collective",
-                    got=self.kind,
-                    expected=f"one of {', '.join(COLLECTIVE_KINDS)}",
-                    do="Name one of these",
-                )
+                "collective", got=self.kind, expected=f"one of {', '.join(COLLECTIVE_KINDS)}", do="Name one of these"
             )
         if (self.owners is not None) != (self.kind in ("reduce-scatter", "allgather")):
             raise ScheduleError(f"{self.kind}: owners belong to reduce-scatter and allgather, and only to them.")
@@ -192,7 +186,6 @@ class Schedule:
     name: str
     """Name of the generator: `ring`, `direct`, ...; not part of its identity."""
     collective: Collective
-    """The collective that it computes."""
     num_ranks: int
     """Size of the group."""
     shares: tuple[int, ...]
@@ -212,15 +205,13 @@ class Schedule:
         object.__setattr__(self, "num_ranks", _whole_numbers("num_ranks", (self.num_ranks,))[0])
         object.__setattr__(self, "shares", _whole_numbers("shares", self.shares))
         if self.num_ranks < 1:
-            raise ScheduleError(explain("num_ranks", got=self.num_ranks, expected="at least 1", do="Name the ranks"))
+            raise ScheduleError("num_ranks", got=self.num_ranks, expected="at least 1", do="Name the ranks")
         if not self.shares or min(self.shares) < 0 or sum(self.shares) < 1:
             raise ScheduleError(
-                explain(
-                    "shares",
-                    got=self.shares[:8],
-                    expected="one whole number per chunk, none negative and not all 0",
-                    do="Give each chunk its relative size",
-                )
+                "shares",
+                got=self.shares[:8],
+                expected="one whole number per chunk, none negative and not all 0",
+                do="Give each chunk its relative size",
             )
         self._check_collective_ranks()
         self._check_phases()
@@ -234,13 +225,13 @@ class Schedule:
             outside = [member for member in members if not 0 <= member < self.num_ranks]
             if outside:
                 expected = f"ranks 0..{self.num_ranks - 1}"
-                raise ScheduleError(explain(word, got=outside[0], expected=expected, do="Name a rank of the group"))
+                raise ScheduleError(word, got=outside[0], expected=expected, do="Name a rank of the group")
 
     def _check_phases(self) -> None:
         starts, num_rounds = [phase.first_round for phase in self.phases], len(self.rounds)
         if starts and (starts != sorted(set(starts)) or starts[0] < 0 or starts[-1] >= num_rounds):
             expected = f"rounds 0..{num_rounds - 1} in ascending order" if num_rounds else "none, for no rounds"
-            raise ScheduleError(explain("phases", got=starts, expected=expected, do="Name each by its first round"))
+            raise ScheduleError("phases", got=starts, expected=expected, do="Name each by its first round")
 
     def _check_encoding(self) -> None:
         if self.encoding is None:
@@ -249,7 +240,7 @@ class Schedule:
         got, kind = len(self.encoding.zones), self.collective.kind
         if got != self.num_ranks or kind != "allreduce":
             got_text, expected = f"{got} zones for {kind}", f"{self.num_ranks} zones, one per rank, of an allreduce"
-            raise ScheduleError(explain("wire", got=got_text, expected=expected, do="Leave it out for exact transfers"))
+            raise ScheduleError("wire", got=got_text, expected=expected, do="Leave it out for exact transfers")
         zones = _whole_numbers("zones", self.encoding.zones)
         object.__setattr__(self, "encoding", WireEncoding(self.encoding.format, zones))
 
@@ -319,7 +310,7 @@ def _checked_column(values: ArrayLike, dtype: type[np.integer[Any]]) -> NDArray[
     limits = np.iinfo(dtype)
     if given.dtype.kind not in "iu" or given.min() < limits.min or given.max() > limits.max:
         got, expected = given.ravel()[:4].tolist(), f"whole numbers from {limits.min} to {limits.max}"
-        raise ScheduleError(explain("round", got=got, expected=expected, do="Correct the generator"))
+        raise ScheduleError("round", got=got, expected=expected, do="Correct the generator")
     return given.astype(dtype)
 
 
@@ -329,7 +320,7 @@ def _whole_numbers(what: str, values: Sequence[int]) -> tuple[int, ...]:
         return tuple(map(operator.index, values))
     except TypeError as cause:
         got = next(value for value in values if not hasattr(value, "__index__"))
-        raise ScheduleError(explain(what, got=got, expected="whole numbers", do="Round them")) from cause
+        raise ScheduleError(what, got=got, expected="whole numbers", do="Round them") from cause
 
 
 _FIELD_KEYWORDS = ("schedule", "collective", "ranks", "root", "owners", "shares", "wire")
@@ -384,7 +375,7 @@ def parse(text: str) -> Schedule:
         else:
             expected = f"{', '.join(_FIELD_KEYWORDS)} (once each), phase or round"
             raise ScheduleError(
-                explain("schedule text", got=line, expected=expected, do="Correct this line", where=f"line {number}")
+                "schedule text", got=line, expected=expected, do="Correct this line", where=f"line {number}"
             )
     return _schedule_of_fields(fields, rounds, phases)
 
@@ -446,17 +437,13 @@ def _parse_round(rest: str, index: int, number: int) -> Round:
     label, colon, ops = rest.partition(":")
     if label.strip() != str(index) or not colon:
         expected = f"'{index}:' and operations"
-        raise ScheduleError(
-            explain("round", got=rest, expected=expected, do="Number the rounds from 0", where=f"line {number}")
-        )
+        raise ScheduleError("round", got=rest, expected=expected, do="Number the rounds from 0", where=f"line {number}")
     columns: list[tuple[int, int, int, int, int]] = []
     for word in ops.split():
         match = _OP_PATTERN.fullmatch(word)
         if match is None:
             raise ScheduleError(
-                explain(
-                    "operation", got=word, expected="like 0>1:+4 or 0>1:=4-6", do="Correct it", where=f"line {number}"
-                )
+                "operation", got=word, expected="like 0>1:+4 or 0>1:=4-6", do="Correct it", where=f"line {number}"
             )
         src, dst, sign, first, last = match.groups()
         how = ReceiveOp.REDUCE if sign == "+" else ReceiveOp.COPY
@@ -468,14 +455,14 @@ def _parse_round(rest: str, index: int, number: int) -> Round:
 def _parse_numbers(fields: dict[str, str], keyword: str) -> tuple[int, ...]:
     words = fields[keyword].split()
     if not words or any(_NUMBER_PATTERN.fullmatch(word) is None for word in words):
-        raise ScheduleError(explain(keyword, got=fields[keyword], expected="whole numbers", do="Correct that line"))
+        raise ScheduleError(keyword, got=fields[keyword], expected="whole numbers", do="Correct that line")
     return tuple(map(int, words))
 
 
 def _parse_number(fields: dict[str, str], keyword: str) -> int:
     numbers = _parse_numbers(fields, keyword)
     if len(numbers) > 1:
-        raise ScheduleError(explain(keyword, got=fields[keyword], expected="one whole number", do="Correct that line"))
+        raise ScheduleError(keyword, got=fields[keyword], expected="one whole number", do="Correct that line")
     return numbers[0]
 
 
@@ -486,9 +473,7 @@ def _schedule_of_fields(fields: dict[str, str], rounds: Sequence[Round], phases:
     kind = next((k for k in COLLECTIVE_KINDS if k == fields["collective"]), None)
     if kind is None:
         raise ScheduleError(
-            explain(
-                "collective", got=fields["collective"], expected=f"one of {', '.join(COLLECTIVE_KINDS)}", do="Name one"
-            )
+            "collective", got=fields["collective"], expected=f"one of {', '.join(COLLECTIVE_KINDS)}", do="Name one"
         )
     owners = _parse_numbers(fields, "owners") if "owners" in fields else None
     root = _parse_number(fields, "root") if "root" in fields else None

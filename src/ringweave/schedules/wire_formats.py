@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ringweave.errors import ScheduleError, explain
+from ringweave.errors import ScheduleError
 
 Values = NDArray[np.float32]
 Encoded = NDArray[np.uint8]
@@ -47,7 +47,6 @@ class WireFormat:
 
     name: str
     bits: int
-    """Bits of a value."""
     block_values: int
     """Values that share a scale; 0 without scales."""
     relative_error: float
@@ -85,7 +84,7 @@ def format_named(name: str) -> WireFormat:
     """
     if name not in FORMATS:
         expected = f"one of {', '.join(FORMATS)}"
-        raise ScheduleError(explain("wire format", got=name, expected=expected, do="Name one of these"))
+        raise ScheduleError("wire format", got=name, expected=expected, do="Name one of these")
     return FORMATS[name]
 
 
@@ -169,12 +168,10 @@ def _check_length(wire_format: WireFormat, encoded: Encoded, num_values: int) ->
     expected = wire_format.encoded_bytes(num_values)
     if encoded.dtype != np.uint8 or encoded.shape != (expected,):
         raise ScheduleError(
-            explain(
-                f"bytes of {wire_format.name} message",
-                got=encoded.nbytes,
-                expected=f"{expected} for {num_values} values",
-                do="Run the same version of ringweave on all ranks",
-            )
+            f"bytes of {wire_format.name} message",
+            got=encoded.nbytes,
+            expected=f"{expected} for {num_values} values",
+            do="Run the same version of ringweave on all ranks",
         )
 
 

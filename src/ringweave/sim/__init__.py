@@ -3,26 +3,10 @@
 from ringweave.sim.scenario import (
     Fault,
     HostModel,
-    LinkLoad,
     LinkRateChange,
     NodeSlowdown,
     RankFailure,
-    RankSpan,
     SimulationResult,
     StartDelay,
 )
 from ringweave.sim.simulation import simulate, trace_document
-
-__all__ = [
-    "Fault",
-    "HostModel",
-    "LinkLoad",
-    "LinkRateChange",
-    "NodeSlowdown",
-    "RankFailure",
-    "RankSpan",
-    "SimulationResult",
-    "StartDelay",
-    "simulate",
-    "trace_document",
-]

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from ringweave.errors import ScheduleError, UsageError, explain
+from ringweave.errors import ScheduleError, UsageError
 from ringweave.files.problems import suggest_closest
 
 _ACTION_TEXT = re.compile(r"(\d{1,9})(SEND_F|RECV_F|SEND_B|RECV_B|F|B)(\d{1,9})")
@@ -67,7 +67,7 @@ def parse_action(text: str) -> PipelineAction:
     match = _ACTION_TEXT.fullmatch(text.strip())
     if match is None:
         expected = "a stage, one of F, B, SEND_F, RECV_F, SEND_B, RECV_B, and a microbatch"
-        raise ScheduleError(explain("action of a pipeline", got=text, expected=expected, do="Write it like 2F0"))
+        raise ScheduleError("action of a pipeline", got=text, expected=expected, do="Write it like 2F0")
     stage, kind, microbatch = match.groups()
     return PipelineAction(int(stage), ActionKind(kind), int(microbatch))
 
@@ -96,12 +96,10 @@ class PipelineSchedule:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages, S."""
         return len(self.stages)
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches of a step."""
         return len(self.stages[0]) // 2 if self.stages else 0
 
     @property
@@ -118,7 +116,7 @@ def generate_pipeline_schedule(name: str, num_stages: int, num_microbatches: int
     """
     for what, number in (("stages", num_stages), ("microbatches", num_microbatches)):
         if number < 1:
-            raise UsageError(explain(what, got=number, expected="1 or more", do="Give how many there are"))
+            raise UsageError(what, got=number, expected="1 or more", do="Give how many there are")
     stages = []
     for stage_index in range(num_stages):
         ahead = num_warmup_forwards(name, stage_index, num_stages, num_microbatches)
@@ -140,14 +138,12 @@ def num_warmup_forwards(name: str, stage_index: int, num_stages: int, num_microb
     """
     if name not in PIPELINE_SCHEDULES:
         do = suggest_closest(name, PIPELINE_SCHEDULES) or "Take one of these"
-        raise UsageError(
-            explain("pipeline schedule", got=name, expected=f"one of {', '.join(PIPELINE_SCHEDULES)}", do=do)
-        )
+        raise UsageError("pipeline schedule", got=name, expected=f"one of {', '.join(PIPELINE_SCHEDULES)}", do=do)
     later = num_stages - 1 - stage_index
     if name == "gpipe":
         if num_microbatches is None:
             do = "Give it: gpipe holds all of them"
-            raise UsageError(explain("microbatches", got=None, expected="a number for gpipe", do=do))
+            raise UsageError("microbatches", got=None, expected="a number for gpipe", do=do)
         return num_microbatches
     ahead = 1 + later if name == "1f1b" else 1 + 2 * later
     return ahead if num_microbatches is None else min(num_microbatches, ahead)
@@ -183,11 +179,11 @@ def _check_stage(stage_index: int, actions: Sequence[PipelineAction], num_microb
             expected = f"{pair[0]} and, later, {pair[1]}"
             got = [str(action) for action in actions]
             do = "Give each microbatch a forward and a backward"
-            raise ScheduleError(explain(f"order of stage {stage_index}", got=got, expected=expected, do=do))
+            raise ScheduleError(f"order of stage {stage_index}", got=got, expected=expected, do=do)
     if len(actions) != 2 * num_microbatches:
         expected = f"{2 * num_microbatches} actions, as many as stage 0 has"
         do = "Give every stage the same microbatches, once"
-        raise ScheduleError(explain(f"order of stage {stage_index}", got=len(actions), expected=expected, do=do))
+        raise ScheduleError(f"order of stage {stage_index}", got=len(actions), expected=expected, do=do)
 
 
 def _peak_in_flight(actions: Sequence[PipelineAction]) -> int:
@@ -217,7 +213,7 @@ def stage_programs(schedule: PipelineSchedule, transfers: str) -> list[list[Stag
     """
     if transfers not in TRANSFER_MODES:
         expected = f"one of {', '.join(TRANSFER_MODES)}"
-        raise UsageError(explain("transfers", got=transfers, expected=expected, do="Take one of these"))
+        raise UsageError("transfers", got=transfers, expected=expected, do="Take one of these")
     made = (
         _asynchronous_instructions
         if transfers == "asynchronous"

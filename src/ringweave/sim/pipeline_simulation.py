@@ -79,12 +79,10 @@ class StageTimes:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages, S."""
         return len(self.forward_s) if self.devices is None else self.devices.num_stages
 
     @property
     def placed(self) -> StageDevices:
-        """Devices of the stages."""
         return self.devices or one_device_each(len(self.forward_s))
 
     @property
@@ -162,12 +160,10 @@ class StageTimes:
 def _check_times(what: str, values: tuple[float, ...], count: int) -> None:
     if len(values) != count:
         do = "Give one for each stage, or for each link between two"
-        raise UsageError(explain(f"{what}: how many", got=len(values), expected=str(count), do=do))
+        raise UsageError(f"{what}: how many", got=len(values), expected=str(count), do=do)
     for index, value in enumerate(values):
         if not 0 <= value < float("inf"):
-            raise UsageError(
-                explain(f"{what}[{index}]", got=value, expected="a finite time, 0 or more", do="Correct it")
-            )
+            raise UsageError(f"{what}[{index}]", got=value, expected="a finite time, 0 or more", do="Correct it")
 
 
 _SENDS = {ActionKind.SEND_FORWARD: 0, ActionKind.SEND_BACKWARD: 1}
@@ -203,7 +199,7 @@ class PipelineTimeline:
         if self.devices.num_stages != order.num_stages:
             expected, do = f"{order.num_stages}, as in the order", "Give devices for these stages"
             got = self.devices.num_stages
-            raise ScheduleError(explain("number of stages with devices", got=got, expected=expected, do=do))
+            raise ScheduleError("number of stages with devices", got=got, expected=expected, do=do)
         verify_pieces(self.devices)
         self._actions: list[tuple[PipelineAction, int]] = []
         self._numbers: dict[_TransferKey, int] = {}
@@ -248,10 +244,10 @@ class PipelineTimeline:
         """Return (end of each device, begin of each action)."""
         if self.devices.num_stages != times.num_stages:
             expected, do = f"{self.devices.num_stages}, as in the order", "Give times for these stages"
-            raise ScheduleError(explain("number of stages in times", got=times.num_stages, expected=expected, do=do))
+            raise ScheduleError("number of stages in times", got=times.num_stages, expected=expected, do=do)
         if times.placed.pieces != self.devices.pieces and times.devices is not None:
             do = "Simulate with the devices of the times"
-            raise ScheduleError(explain("devices of times", got=str(times.placed), expected=str(self.devices), do=do))
+            raise ScheduleError("devices of times", got=str(times.placed), expected=str(self.devices), do=do)
         now_s = list(times.before_s or (0.0,) * self.devices.num_devices)
         durations, message_s = (times.forward_s, times.backward_s), times.message_s
         nothing = (0.0,) * len(self.devices.pieces)
@@ -283,9 +279,6 @@ class PipelineTimeline:
 
         Devices of a stage run each instruction one after the other. They have the same program, so that pieces pass a
         port in its order: those of a microbatch before those of the next.
-
-        Raises:
-            ScheduleError: No stage can go on.
         """
         at = [0] * len(programs)
         ends: dict[_TransferKey, int] = {}
@@ -387,10 +380,7 @@ def simulate_pipeline(
 ) -> PipelineSimulation:
     """Simulate one step of a pipeline schedule.
 
-    Args:
-        schedule: Actions of each stage.
-        times: Times of its stages and links.
-        transfers: One of `TRANSFER_MODES`.
+    `transfers`: one of `TRANSFER_MODES`.
 
     Raises:
         ScheduleError: The stages deadlock, or their number is not that of the times.

@@ -243,7 +243,6 @@ class SimulatedRank:
 
     @property
     def num_messages(self) -> int:
-        """Number of messages that it has to receive."""
         return sum(step.opcode == Opcode.WAIT_RECV for step in self._program.instructions)
 
     @property

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ringweave import units
 from ringweave.cost import Assumptions, GroupNetwork, vertices_of_ranks
 from ringweave.cost.network import Ints
-from ringweave.errors import PlacementError, UsageError, explain
+from ringweave.errors import PlacementError, UsageError
 from ringweave.files import file_io
 from ringweave.files.problems import suggest_closest
 
@@ -112,7 +112,7 @@ def _parse_rank(what: str, what_for: str, text: str, expected: str) -> int:
 
 
 def _fault_text_error(what_for: str, text: str, expected: str) -> UsageError:
-    return UsageError(explain(what_for, got=text, expected=expected, do="Write it in one of these forms"))
+    return UsageError(what_for, got=text, expected=expected, do="Write it in one of these forms")
 
 
 MESSAGE_S, INSIDE_MESSAGE_S, WAKE_S, KERNEL_S_PER_BYTE, START_S = 48e-6, 30e-6, 14.5e-6, 0.24e-9, 0.85e-3
@@ -243,10 +243,10 @@ def load_host_costs(path: str | Path) -> HostModel:
         named = dict(costs.items())
     except OSError as cause:
         do = "Name a file, or take none or assumed"
-        raise UsageError(explain("costs of processors", got=where, expected="a file", do=f"{do} ({cause})")) from cause
+        raise UsageError("costs of processors", got=where, expected="a file", do=f"{do} ({cause})") from cause
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as cause:
         expected, do = 'a JSON document with "costs"', "Write one with bench/simulation/processor_costs.py --out"
-        raise UsageError(explain("costs of processors", got=where, expected=expected, do=do)) from cause
+        raise UsageError("costs of processors", got=where, expected=expected, do=do) from cause
     for name, value in named.items():
         _check_host_cost(name, value, where)
     return dataclasses.replace(HostModel.assumed(), **named)
@@ -255,13 +255,11 @@ def load_host_costs(path: str | Path) -> HostModel:
 def _check_host_cost(name: str, value: object, where: str) -> None:
     if name not in HOST_COST_FIELDS:
         do = suggest_closest(name, HOST_COST_FIELDS) or "Leave it out"
-        raise UsageError(
-            explain("cost of processors", got=name, expected=", ".join(HOST_COST_FIELDS), do=do, where=where)
-        )
+        raise UsageError("cost of processors", got=name, expected=", ".join(HOST_COST_FIELDS), do=do, where=where)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= sys.float_info.max:
         expected, do = "seconds, not negative", "Measure it again"
-        raise UsageError(explain(name, got=value, expected=expected, do=do, where=where))
+        raise UsageError(name, got=value, expected=expected, do=do, where=where)
 
 
 ProgressCallback = Callable[[int, int], None]
@@ -327,7 +325,7 @@ class Routes:
     def __init__(self, net: GroupNetwork, node_of_rank: Sequence[str], num_ranks: int) -> None:
         if len(node_of_rank) != num_ranks:
             got, expected = len(node_of_rank), f"{num_ranks}, one per rank of the schedule"
-            raise PlacementError(explain("nodes of ranks", got=got, expected=expected, do="Name each rank's node"))
+            raise PlacementError("nodes of ranks", got=got, expected=expected, do="Name each rank's node")
         self.latency_s = net.latency_s
         self.nodes = tuple(node_of_rank)
         self.capacities = [
@@ -373,7 +371,7 @@ class Routes:
         if link not in self.names:
             expected = f"a link between nodes of this group, such as {self.names[0]}" if self.names else "none"
             do = suggest_closest(link, self.names) or "Name it by what it connects, sender first"
-            raise UsageError(explain("link of a fault", got=link, expected=expected, do=do))
+            raise UsageError("link of a fault", got=link, expected=expected, do=do)
         return 2 + self.names.index(link)
 
     def checked_rank(self, number: int) -> int:
@@ -384,7 +382,7 @@ class Routes:
         """
         if not 0 <= number < len(self.nodes):
             expected = f"0 to {len(self.nodes) - 1}"
-            raise UsageError(explain("rank of a fault", got=number, expected=expected, do="Name a rank of the group"))
+            raise UsageError("rank of a fault", got=number, expected=expected, do="Name a rank of the group")
         return number
 
     def ranks_on_node(self, node: str) -> list[int]:
@@ -395,9 +393,8 @@ class Routes:
         """
         if node not in self.nodes:
             do = suggest_closest(node, sorted(set(self.nodes))) or "Name one of them"
-            raise UsageError(explain("node of a fault", got=node, expected="a node with ranks of this group", do=do))
+            raise UsageError("node of a fault", got=node, expected="a node with ranks of this group", do=do)
         return [rank for rank, name in enumerate(self.nodes) if name == node]
 
     def values_by_link(self, values: Sequence[float]) -> dict[str, float]:
-        """Return values by link name instead of link number."""
         return dict(zip(self.names, values[2:], strict=True))

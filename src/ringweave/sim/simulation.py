@@ -521,14 +521,7 @@ TraceEvent = dict[str, Any]
 def trace_document(
     simulation: SimulationResult, cluster: Cluster, node_of_rank: Sequence[str], title: str
 ) -> dict[str, Any]:
-    """Return the trace document, to be written as JSON.
-
-    Args:
-        simulation: A result with a trace.
-        cluster: Cluster that ran it.
-        node_of_rank: Name of the node of each rank.
-        title: Description of the simulation, in a line.
-    """
+    """Return the trace document, to be written as JSON. `title`: description of the simulation, in a line."""
     processes = {name: pid for pid, name in enumerate([*dict.fromkeys(node_of_rank), _SWITCHES], start=1)}
     of_rank = [processes[node] for node in node_of_rank]
     events = [

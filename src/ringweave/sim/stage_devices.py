@@ -49,12 +49,12 @@ class StageDevices:
         devices = sorted(share.device for stage in self.stages for share in stage)
         if devices != list(range(len(devices))) or not all(self.stages):
             expected, do = "each device from 0 on in one stage, and one or more in each", "Give each device a stage"
-            raise UsageError(explain("devices of stages", got=str(self), expected=expected, do=do))
+            raise UsageError("devices of stages", got=str(self), expected=expected, do=do)
         sizes = {sum(share.num_samples for share in stage) for stage in self.stages}
         if len(sizes) != 1 or any(share.num_samples < 1 for stage in self.stages for share in stage):
             expected = "1 or more on each device, and as many in each stage as a microbatch has"
             do = "Give slow devices fewer samples, or cut the batch into fewer microbatches"
-            raise UsageError(explain("samples of devices", got=str(self), expected=expected, do=do))
+            raise UsageError("samples of devices", got=str(self), expected=expected, do=do)
 
     def __str__(self) -> str:
         return " ".join("+".join(f"{device}:{samples}" for device, samples in stage) for stage in self.stages)
@@ -71,7 +71,7 @@ class StageDevices:
             parts = [_SHARE_TEXT.fullmatch(part) for part in stage.split("+")]
             if not all(parts):
                 expected, do = "device:samples, with + inside a stage and spaces between stages", "Write 0:2+1:2 2:4"
-                raise UsageError(explain("devices of a stage", got=stage, expected=expected, do=do))
+                raise UsageError("devices of a stage", got=stage, expected=expected, do=do)
             stages.append(tuple(DeviceShare(int(part[1]), int(part[2])) for part in parts if part))
         return cls(tuple(stages))
 
@@ -85,7 +85,6 @@ class StageDevices:
 
     @property
     def num_samples(self) -> int:
-        """Samples of a microbatch."""
         return sum(share.num_samples for share in self.stages[0])
 
     @property
@@ -100,7 +99,6 @@ class StageDevices:
 
     @cached_property
     def stage_of_device(self) -> tuple[int, ...]:
-        """Stage of each device."""
         found = {share.device: stage for stage, shares in enumerate(self.stages) for share in shares}
         return tuple(found[device] for device in range(len(found)))
 
@@ -157,9 +155,7 @@ def verify_pieces(devices: StageDevices, pieces: Iterable[Piece] | None = None) 
     Each sample of a microbatch is followed as a symbol, forward through the stages and back. A device computes when it
     has exactly its samples, each once; it may send only what it has computed.
 
-    Args:
-        devices: Devices and their samples.
-        pieces: What is sent; None: `devices.pieces`.
+    `pieces`: what is sent; None: `devices.pieces`.
 
     Raises:
         ScheduleError: A device lacks a sample, gets one twice, gets one of another device, or sends one it has not.

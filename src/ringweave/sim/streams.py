@@ -332,7 +332,6 @@ class QueuedNetwork:
 
     @property
     def carried(self) -> list[float]:
-        """Bytes that each link has carried."""
         return [link.carried for link in self._links]
 
     def open_stream(self, route: tuple[int, ...], on_burst: Callback) -> BurstyStream:
@@ -427,7 +426,6 @@ class QueuedNetwork:
         return max(1, round(UNEVEN_BURSTS_AT_SENDER * math.exp(machine.uneven_turns * normal_scores(count)[place])))
 
     def _enqueue_burst(self, stream: BurstyStream, place: int, size: float) -> None:
-        """Add a burst to the queue of a link."""
         number = stream.route[place]
         link = self._links[number]
         link.waiting.append((stream, place, size))

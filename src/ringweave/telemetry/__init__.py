@@ -14,23 +14,4 @@ from ringweave.telemetry.events import (
     read_last_attempt,
     read_run,
 )
-from ringweave.telemetry.kinds import EVENT_KINDS, EVENTS_FORMAT, MAX_CLUSTER_TEXT, EventKind
-
-__all__ = [
-    "EVENTS_FORMAT",
-    "EVENT_KINDS",
-    "MAX_CLUSTER_TEXT",
-    "UNLISTED_FIELDS",
-    "Event",
-    "EventKind",
-    "EventLog",
-    "EventTail",
-    "Iterations",
-    "UnreadRecords",
-    "event_lines",
-    "parse_event",
-    "print_line",
-    "read_events",
-    "read_last_attempt",
-    "read_run",
-]
+from ringweave.telemetry.kinds import EVENT_KINDS, EVENTS_FORMAT, MAX_CLUSTER_TEXT

@@ -52,9 +52,7 @@ class EventLog:
     def write(self, kind: str, **fields: object) -> None:
         """Append one event.
 
-        Args:
-            kind: A name in `kinds.KINDS`.
-            fields: Exactly the fields of that kind.
+        `kind`: A name in `kinds.KINDS`.
 
         Raises:
             ValueError: The kind is unknown, or the fields are not those of the kind.
@@ -194,7 +192,6 @@ class UnreadRecords:
         self._counts: Counter[str] = Counter()
 
     def add(self, flaw: str) -> None:
-        """Count a line."""
         self._counts[flaw if flaw in self._counts or len(self._counts) < MAX_FLAWS else "other flaws"] += 1
 
     @property
@@ -295,7 +292,7 @@ def _check_format(event: Event, path: str | Path) -> None:
     if event["kind"] == "run_started" and event.get("format") != EVENTS_FORMAT:
         do = "Read it with the ringweave that wrote it, or start the run in another directory"
         got, expected = event.get("format", "none"), str(EVENTS_FORMAT)
-        raise UsageError(explain("format of the events file", got=got, expected=expected, do=do, where=str(path)))
+        raise UsageError("format of the events file", got=got, expected=expected, do=do, where=str(path))
 
 
 def _check_fields(kind: str, fields: dict[str, object]) -> None:
@@ -553,12 +550,7 @@ class Iterations:
         self.close()
 
     def done(self, iterations: int, loss: float | None = None) -> None:
-        """Report the number of iterations done.
-
-        Args:
-            iterations: In all, including those before a resumed checkpoint.
-            loss: Loss of the last one, if known.
-        """
+        """Report the number of iterations done. `iterations`: in all, including those before a resumed checkpoint."""
         if self._log is None:
             return
         self._pending = (iterations, loss)

@@ -270,4 +270,4 @@ def import_library(module: str, *, option: str, extra: str) -> Any:
     except ImportError as error:
         do = f"pip install 'ringweave[{extra}]'"
         name = module.partition(".")[0]
-        raise UsageError(explain(f"library of {option}", got="none", expected=name, do=do, where=option)) from error
+        raise UsageError(f"library of {option}", got="none", expected=name, do=do, where=option) from error

@@ -68,7 +68,6 @@ class Loss:
     """Rank at the receiving end of a slow link."""
 
     def text(self) -> str:
-        """Return all of it in one line."""
         gain = "" if self.gain is None else f" Predicted gain: {self.gain:.0%} of the time."
         advice = f" {self.remedy}" if self.remedy else ""
         return f"{self.cause}: {self.cost:.0%} of the time is lost (measured). {self.evidence}{advice}{gain}"
@@ -248,12 +247,10 @@ class _Sums:
     excess: Mapping[str, float]
     """Part -> seconds beyond those of the others."""
     hidden: Mapping[str, float]
-    """Sums of the rank."""
     beyond: Mapping[str, float]
     """The same beyond those of the others."""
     steps: int
     paused_s: float
-    """Pauses in exchanges."""
 
     @property
     def excess_s(self) -> float:

@@ -19,14 +19,22 @@ from pathlib import Path
 from typing import Any, Self
 
 PRELOADED_MODULES = [
+    "numpy.ma",  # loaded by the first tensor that is saved
     "torch._dynamo",  # loaded by DDP and every optimizer at their first use
+    "torch.distributed.algorithms.ddp_comm_hooks",
     "torch.distributed.pipelining",
     "torch.nn.parallel",
     "ringweave.comm.backend",
+    "ringweave.comm.engine.engine",
+    "ringweave.comm.probing.lookup",
+    "ringweave.comm.transport.shared_memory",
+    "ringweave.comm.transport.sockets",
     "ringweave.param_server.client",
     "ringweave.pipeline",
+    "ringweave.topology.discovery",  # loaded by every group of several nodes
     "ringweave.training",
     "ringweave.training.elastic.member_process",
+    "ringweave.training.sharded_model",
     "ringweave.testing.ranks",
 ]
 """Modules loaded by the fork server. One list for all tests, since a process has one fork server, which loads the list

@@ -48,9 +48,7 @@ class CpuQuota:
 def find_mount(mounts: str | None = None, *, controller: str = "cpu") -> CgroupMount | None:
     """Return the mount of a controller; None if it is not mounted.
 
-    Args:
-        mounts: Text in the form of /proc/self/mountinfo; None reads this process's own.
-        controller: Name of the controller.
+    `mounts`: text in the form of /proc/self/mountinfo; None reads this process's own.
     """
     text = (PROC_SELF / "mountinfo").read_text(encoding="utf-8") if mounts is None else mounts
     for line in text.splitlines():

@@ -416,7 +416,6 @@ class Nic:
     numa: int | None = None
     """NUMA node that it is attached to; None means unknown."""
     rdma: bool = False
-    """Supports RDMA."""
     nearest: tuple[int, ...] = ()
     """Device indices, the one that should lead on this NIC first; empty: NUMA nodes decide."""
 
@@ -634,12 +633,10 @@ def one_machine(num_workers_per_node: Sequence[int]) -> Cluster:
     for index, num_workers in enumerate(num_workers_per_node):
         if not 1 <= num_workers <= MAX_DEVICES:
             raise ClusterError(
-                errors.explain(
-                    f"workers of node{index}",
-                    got=num_workers,
-                    expected=f"1 to {MAX_DEVICES} workers",
-                    do="Give each node at least one worker, such as 3,2 for two nodes",
-                )
+                f"workers of node{index}",
+                got=num_workers,
+                expected=f"1 to {MAX_DEVICES} workers",
+                do="Give each node at least one worker, such as 3,2 for two nodes",
             )
     nics = (Nic(name="lo", rate_bytes_per_s=ASSUMED_RATE_BYTES_PER_S),)
     nodes = [

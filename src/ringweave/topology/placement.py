@@ -80,12 +80,10 @@ def check_one_host_per_node(placements: Iterable[RankPlacement]) -> None:
         if other.host != placement.host:
             both_ranks = " and ".join(f"rank {each.global_rank} at {each.address}" for each in (other, placement))
             raise PlacementError(
-                errors.explain(
-                    f"hosts of node {placement.node}",
-                    got=f"two: {both_ranks}",
-                    expected="one host for each name of a node",
-                    do=f"Give the hosts names that differ, or set {NODE} to another name on each",
-                )
+                f"hosts of node {placement.node}",
+                got=f"two: {both_ranks}",
+                expected="one host for each name of a node",
+                do=f"Give the hosts names that differ, or set {NODE} to another name on each",
             )
 
 
@@ -166,12 +164,10 @@ def device_of_local_rank(node: "Node", local_rank: int) -> "Device":
     """
     if not 0 <= local_rank < node.num_devices:
         raise PlacementError(
-            errors.explain(
-                f"local rank on node {node.name}",
-                got=local_rank,
-                expected=f"0 to {node.num_devices - 1}, the {node.num_devices} device(s) that the cluster gives it",
-                do="Start fewer workers on the node, or add devices to it in the cluster file",
-            )
+            f"local rank on node {node.name}",
+            got=local_rank,
+            expected=f"0 to {node.num_devices - 1}, the {node.num_devices} device(s) that the cluster gives it",
+            do="Start fewer workers on the node, or add devices to it in the cluster file",
         )
     return node.devices[local_rank]
 
@@ -182,12 +178,10 @@ def _node_by_name(cluster: "Cluster", node_name: str) -> "Node":
         if node.name in (node_name, node_name_of_host(node_name)):
             return node
     raise PlacementError(
-        errors.explain(
-            f"node of this worker, from {NODE}",
-            got=node_name,
-            expected=f"a node of cluster {cluster.name} ({shorten_names(names, len(names))})",
-            do=suggest_closest(node_name, names) or f"Correct {NODE}, or unset it to go by host name and address",
-        )
+        f"node of this worker, from {NODE}",
+        got=node_name,
+        expected=f"a node of cluster {cluster.name} ({shorten_names(names, len(names))})",
+        do=suggest_closest(node_name, names) or f"Correct {NODE}, or unset it to go by host name and address",
     )
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringweave.comm import generation_group, peer_data
-from ringweave.errors import DisagreementError, explain
+from ringweave.errors import DisagreementError
 from ringweave.planning.balancing import SampleAccount, Speed
 from ringweave.planning.balancing.speed import NUM_SPEED_NUMBERS
 
@@ -142,10 +142,8 @@ def check_equal(documents: Sequence[Mapping[str, Any]], keys: Sequence[str], nam
         for name, document in zip(names, documents, strict=True):
             if document[key] != documents[0][key]:
                 raise DisagreementError(
-                    explain(
-                        f"{key} of {name}",
-                        got=document[key],
-                        expected=f"{documents[0][key]!r} as on {names[0]}",
-                        do="Give prepare the same model, data and options on all ranks",
-                    )
+                    f"{key} of {name}",
+                    got=document[key],
+                    expected=f"{documents[0][key]!r} as on {names[0]}",
+                    do="Give prepare the same model, data and options on all ranks",
                 )

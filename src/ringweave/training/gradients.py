@@ -41,7 +41,6 @@ class SampleWeights:
     is_mean: bool
     """The loss is a mean over the samples of a batch; else their sum."""
     num_samples: int = 1
-    """Samples on this rank."""
     num_total: int = 0
     """Samples over all ranks; 0 before the first batch, when all ranks have the same weight."""
     batch_part: float = 1.0
@@ -147,10 +146,10 @@ class GradientReducer:
         """
         if self.process_group is not None:
             do = "Leave the hook out, or use mode sync or balanced"
-            raise TrainingError(explain("communication hook in rings or sites", got="one", expected="none", do=do))
+            raise TrainingError("communication hook in rings or sites", got="one", expected="none", do=do)
         if self.script_hook is not None:
             do = "Register one hook; it may call others"
-            raise TrainingError(explain("communication hook", got="a second one", expected="one", do=do))
+            raise TrainingError("communication hook", got="a second one", expected="one", do=do)
         self.script_hook = functools.partial(hook, state)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -309,7 +308,7 @@ def wrap_ddp(
         parallel._update_process_group(reducer.process_group)
     if parallel._comm_hooks:
         do = "Register it on the model that prepare returns"
-        raise TrainingError(explain("communication hook of the model", got="registered", expected="none yet", do=do))
+        raise TrainingError("communication hook of the model", got="registered", expected="none yet", do=do)
     weigh_gradients(parallel, weights)
     parallel.register_comm_hook(reducer, _reduce_bucket)
     parallel.register_comm_hook = reducer.register_comm_hook  # pyrefly: ignore - DDP takes one hook

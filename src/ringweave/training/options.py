@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ringweave.environment import EXACT
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.planning.sites import MAX_INNER_STEPS
 from ringweave.training import speed_test
 from ringweave.training.data.order import LoaderSpec
@@ -39,14 +39,14 @@ class Asynchronous:
         """Refuse invalid values."""
         if self.rings is not None and self.rings < 1:
             do = "Leave it out for one of each kind of workers"
-            raise TrainingError(explain("rings", got=self.rings, expected="1 or more", do=do))
+            raise TrainingError("rings", got=self.rings, expected="1 or more", do=do)
         if self.local_steps < 0:
             raise TrainingError(
-                explain("local_steps", got=self.local_steps, expected="0 or more", do="Leave it out to push every step")
+                "local_steps", got=self.local_steps, expected="0 or more", do="Leave it out to push every step"
             )
         if not self.speed_test_s > 0:
             do = f"Leave it out for {speed_test.START_TIMEOUT_S:g} s"
-            raise TrainingError(explain("speed_test_s", got=self.speed_test_s, expected="more than 0 seconds", do=do))
+            raise TrainingError("speed_test_s", got=self.speed_test_s, expected="more than 0 seconds", do=do)
 
 
 ELASTIC_INNER_STEPS = 64
@@ -117,7 +117,7 @@ class Local:
         ]
         for name, is_valid, expected, do in rules:
             if not is_valid:
-                raise TrainingError(explain(name, got=getattr(self, name), expected=expected, do=f"Leave it out {do}"))
+                raise TrainingError(name, got=getattr(self, name), expected=expected, do=f"Leave it out {do}")
 
     def as_asynchronous(self) -> Asynchronous:
         """Return settings with which sites that come and go exchange through a parameter server, as rings do."""
@@ -125,7 +125,6 @@ class Local:
 
     @property
     def format(self) -> OuterFormat:
-        """Format of outer gradients."""
         return FORMATS[self.wire]
 
 
@@ -186,13 +185,13 @@ class Script:
         """
         if self.weight is not None and self.on_failure == "drop":
             do = "Leave out on_failure: with samples of unequal weights, a step that drops some has no exact mean"
-            raise TrainingError(explain("on_failure", got="drop", expected="recompute beside weight", do=do))
+            raise TrainingError("on_failure", got="drop", expected="recompute beside weight", do=do)
         if self.weight is None or isinstance(self.weight, SampleWeightTable):
             return self.weight
         what, got = "weight", "a function of a batch"
         do = "Give the number of tokens, or the weight, of each sample, so that all workers know that of a whole batch"
         expected = "one number for each sample under --elastic and in modes with a parameter server"
-        raise TrainingError(explain(what, got=got, expected=expected, do=do))
+        raise TrainingError(what, got=got, expected=expected, do=do)
 
     @property
     def weight_digest(self) -> str:
@@ -224,10 +223,10 @@ def check_options(reduction: str, on_failure: str, *, is_weighted: bool) -> None
     """
     if reduction not in REDUCTIONS:
         do = "Say how the loss of a batch follows from the losses of its samples"
-        raise TrainingError(explain("reduction", got=reduction, expected="mean or sum", do=do))
+        raise TrainingError("reduction", got=reduction, expected="mean or sum", do=do)
     if on_failure not in ON_FAILURE:
         do = "Say what happens to the samples of a worker that is lost within a train step"
-        raise TrainingError(explain("on_failure", got=on_failure, expected="recompute or drop", do=do))
+        raise TrainingError("on_failure", got=on_failure, expected="recompute or drop", do=do)
     if is_weighted and reduction != "mean":
         do = "Leave out weight: a sum of losses needs none"
-        raise TrainingError(explain("reduction", got=reduction, expected="mean beside weight", do=do))
+        raise TrainingError("reduction", got=reduction, expected="mean beside weight", do=do)

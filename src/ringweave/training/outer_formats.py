@@ -5,7 +5,7 @@ import abc
 import torch
 from torch import Tensor
 
-from ringweave.errors import MessageError, explain
+from ringweave.errors import MessageError
 from ringweave.schedules import wire_formats
 from ringweave.schedules.wire_formats import WireFormat
 
@@ -33,7 +33,7 @@ class OuterFormat(abc.ABC):
         if message.dtype != torch.uint8 or message.shape != (expected,):
             do = "Run the same version of ringweave on all ranks"
             got = f"{message.nbytes} bytes"
-            raise MessageError(explain("outer gradient of a site", got=got, expected=f"{expected} bytes", do=do))
+            raise MessageError("outer gradient of a site", got=got, expected=f"{expected} bytes", do=do)
         return self._decode(message, like)
 
     @abc.abstractmethod

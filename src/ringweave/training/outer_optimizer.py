@@ -75,7 +75,6 @@ class UnsentGradients:
         self.by_place: dict[int, Tensor] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return them by index, as text."""
         return {"unsent": {str(place): each for place, each in sorted(self.by_place.items())}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.planning import balancing
 from ringweave.planning.balancing import SampleAccount
 from ringweave.planning.balancing.epochs import Indices
@@ -512,7 +512,7 @@ class SiteSource(OrderSource):
         if spec.num_samples is None:
             do = "Use mode balanced, or a data set with an index"
             expected = "a data set with an index"
-            raise TrainingError(explain("data of mode local", got="a stream", expected=expected, do=do))
+            raise TrainingError("data of mode local", got="a stream", expected=expected, do=do)
         super().__init__(loader, spec, seed, membership)
         self._members = membership
         self._num_left = 0

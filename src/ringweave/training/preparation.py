@@ -182,13 +182,7 @@ def _loss_bound(given: str | None, environment: WorkerEnvironment) -> float | No
 
 
 def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared:
-    """Join the job, or a ring of it; return when the first generation with this member has begun.
-
-    Raises:
-        TrainingError: The script has its own process group, or data or an optimizer that are not supported here.
-        DisagreementError: The others have prepared something else.
-        MembershipError: The job is over, or does not want this worker.
-    """
+    """Join the job, or a ring of it; return when the first generation with this member has begun."""
     timer = _step_timer(script, environment)
     member_process.refuse_process_group()
     mode, reason = modes.decide_mode(script.mode, environment.mode, 2)
@@ -325,12 +319,7 @@ def _choose_within_bound(
 
 
 def _prepare_sharded(script: Script, environment: WorkerEnvironment) -> Prepared:
-    """Prepare a model that FSDP has sharded: it stays as it is, and sums its gradients itself.
-
-    Raises:
-        UsageError: The mode is not sync, or the job is elastic.
-        TrainingError: The model is sharded in another way, or an option does not go with it.
-    """
+    """Prepare a model that FSDP has sharded: it stays as it is, and sums its gradients itself."""
     from ringweave.training import sharded_model  # late: torch.distributed.tensor takes a part of a second
 
     sharded_model.check_script(script, environment)
@@ -356,12 +345,7 @@ def _batch_weight(script: Script, control: ControlGroup) -> BatchWeight | Sample
 def _gather_reports(
     script: Script, environment: WorkerEnvironment, mode: str, *, is_open: bool
 ) -> tuple[Reports, ControlGroup]:
-    """Return the reports of all ranks, and a group of all ranks.
-
-    Raises:
-        DisagreementError: Ranks have prepared different things.
-        PeerError: A worker does not take part in the speed test.
-    """
+    """Return the reports of all ranks, and a group of all ranks."""
     settings, participant = script.settings, None
     if environment.server is not None:
         participant = speed_test.join_speed_test(settings.speed_test_s, dist.get_rank(), dist.get_world_size())
@@ -440,11 +424,7 @@ def _prepare_sites(
     recorder: Recorder,
     exchange: SiteExchange,
 ) -> Prepared:
-    """Prepare this rank in its site, of several.
-
-    Raises:
-        TrainingError: The data do not fit this mode.
-    """
+    """Prepare this rank in its site, of several."""
     if len({each["values"] for each in reports}) > 1:
         outer_steps.copy_first_values(script.model, exchange)
     timer, site_control = _step_timer(script, environment), exchange.site_control
@@ -521,13 +501,7 @@ def _prepare_static_rings(
     recorder: Recorder,
     choice: tuple[str, tuple[Ring, ...] | None, RingReconsideration | None],
 ) -> Prepared:
-    """Prepare this rank in its ring, of the chosen mode and rings.
-
-    Raises:
-        UsageError: There is no server.
-        TrainingError: The optimizer or the data do not fit this mode.
-        DisagreementError: Ranks load different numbers of batches ahead.
-    """
+    """Prepare this rank in its ring, of the chosen mode and rings."""
     settings, optimizer, parameters = script.settings, script.optimizer, script.parameters
     mode, chosen_rings, reconsideration = choice
     sample_weights = script.sample_weights

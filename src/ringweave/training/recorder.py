@@ -76,7 +76,6 @@ class Recorder:
             self._log.write("sites_formed", rank=0, sites=ranks, inner_steps=inner_steps, inner_lr_factor=factor)
 
     def outer_step_done(self, done: "OuterStep") -> None:
-        """Record an outer step."""
         text = "outer step %d after %d train steps: exchange %.3g s, wait for other sites %.3g s, computing %s s"
         computing = [round(each, 3) for each in done.computing_s]
         self._log_info(text, done.number, done.train_steps, done.exchange_s, done.wait_s, computing)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import TrainingError, UsageError, explain
+from ringweave.errors import TrainingError, UsageError
 from ringweave.jobs import modes
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.gradients import SampleWeights
@@ -41,7 +41,7 @@ def decide_mode(requested: str, launcher_mode: str | None) -> tuple[str, str]:
     }
     expected = f"sync for a sharded model, since {reasons[mode]}"
     do = "Leave the mode out, or wrap the model in nothing and let prepare replicate it"
-    raise UsageError(explain("mode", got=mode, expected=expected, do=f"{do} ({source})"))
+    raise UsageError("mode", got=mode, expected=expected, do=f"{do} ({source})")
 
 
 def check_script(script: Script, environment: WorkerEnvironment) -> None:
@@ -54,21 +54,21 @@ def check_script(script: Script, environment: WorkerEnvironment) -> None:
     if environment.coordinators:
         got, expected = "a sharded model", "one that every worker has whole: a lost worker takes its part along"
         do = "Leave out --elastic, and go on from checkpoints after a failure"
-        raise UsageError(explain("model of an elastic job", got=got, expected=expected, do=do))
+        raise UsageError("model of an elastic job", got=got, expected=expected, do=do)
     if script.ddp:
         expected, do = "none for a sharded model, which is not in DistributedDataParallel", "Leave them out"
-        raise TrainingError(explain("options ddp", got=", ".join(sorted(script.ddp)), expected=expected, do=do))
+        raise TrainingError("options ddp", got=", ".join(sorted(script.ddp)), expected=expected, do=do)
     for name, parameter in script.model.named_parameters():
         problem = _parameter_problem(parameter)
         if problem:
             expected = "a part of a tensor that is sharded over all ranks"
-            raise TrainingError(explain(f"parameter {name}", got=problem, expected=expected, do=_FULLY_SHARD))
+            raise TrainingError(f"parameter {name}", got=problem, expected=expected, do=_FULLY_SHARD)
     own = set(script.model.parameters())
     num_foreign = sum(parameter not in own for parameter in script.parameters)
     if num_foreign:
         got = f"{num_foreign} of {len(script.parameters)} that the model does not have"
         do = "Make the optimizer after fully_shard, which replaces the parameters"
-        raise TrainingError(explain("parameters of the optimizer", got=got, expected="the sharded model's", do=do))
+        raise TrainingError("parameters of the optimizer", got=got, expected="the sharded model's", do=do)
 
 
 def _parameter_problem(parameter: Tensor) -> str:
@@ -115,7 +115,7 @@ def weigh_outputs(model: nn.Module, weights: SampleWeights) -> None:
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output)):
             expected = "a tensor, or a tuple, list or dict with tensors"
             do = "Return one, so that gradients can be weighted by the samples of each rank"
-            raise TrainingError(explain("output of the model", got=type(output).__name__, expected=expected, do=do))
+            raise TrainingError("output of the model", got=type(output).__name__, expected=expected, do=do)
         return pytree.tree_map_only(Tensor, weigh, output)
 
     model.register_forward_hook(hook)

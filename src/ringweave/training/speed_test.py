@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import PrefixStore, Store, distributed_c10d
 
 from ringweave.comm import peer_data
-from ringweave.errors import PeerError, explain
+from ringweave.errors import PeerError
 from ringweave.training import timing
 
 START_TIMEOUT_S = 300.0
@@ -173,13 +173,11 @@ class SpeedTestParticipant:
             waited_s = self._timeout_s
         names = ", ".join(map(str, absent))
         raise PeerError(
-            explain(
-                f"speed test of {self._world_size} workers",
-                got=f"nothing from worker {names} within {waited_s:g} s",
-                expected="a report of each",
-                do="Look into the log of that worker; give slow ones longer by Asynchronous(speed_test_s=...); "
-                "ringweave run --elastic goes on without it",
-            )
+            f"speed test of {self._world_size} workers",
+            got=f"nothing from worker {names} within {waited_s:g} s",
+            expected="a report of each",
+            do="Look into the log of that worker; give slow ones longer by Asynchronous(speed_test_s=...); "
+            "ringweave run --elastic goes on without it",
         )
 
     def _wait_key(self, key: str, deadline_s: float) -> bool:

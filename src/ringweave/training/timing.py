@@ -211,7 +211,6 @@ class StepTimer:
         )
 
     def record_samples(self, num_samples: int) -> None:
-        """Record the samples of the batch that has arrived."""
         if self._step is not None:
             self._step.num_samples, self._step.arrived_s = num_samples, self._timeline.host_s()
             self._step.input_processor_s = time.thread_time() - self._step.input_begun_s

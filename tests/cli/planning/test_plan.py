@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.cli import main, progress
+from ringweave.cli import echo, main
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan"
 RACKS = "examples/clusters/two-racks.yaml"
@@ -262,7 +262,7 @@ class Terminal(io.StringIO):
 
 
 def test_who_waits_at_a_terminal_is_told_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(echo, "PROGRESS_INTERVAL_S", 0.0)
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert main.run_command_line(["plan", RACKS, "--bytes", "5MB", "--simulate", "1"]) == 0
     lines = sys.stderr.getvalue().splitlines()

@@ -175,7 +175,7 @@ def test_many_planted_faults_are_caught(num_collectives: int) -> None:
     is_thorough = num_collectives >= 10_000
     results = []
     for seed, num_ranks in enumerate((3, 2) if is_thorough else (2,)):
-        for num_segments in (1, 3, 5):
+        for num_segments in (1, 3, 5) if is_thorough else (1, 3):
             for collective, name in PAIRS:
                 results += plant(num_ranks, name, num_segments, 10 * seed, collective)
     assert len(results) >= (1000 if is_thorough else 250)

@@ -46,6 +46,18 @@ def test_a_killed_group_alone_is_replaced_and_nobody_else_is_called() -> None:
     assert (retries(place), place.broken_rules) == ([0, 1, 0], [])
 
 
+def test_of_a_node_that_fails_again_and_again_the_last_ends_are_kept() -> None:
+    place = running(*THREE, least=6, max_retries=1000)
+    for attempt in range(1, 131):
+        place.end_group((1, attempt), EndCause.PLATFORM, f"end {attempt}")
+        while (1, attempt + 1) not in place.groups or place.groups[1, attempt + 1].phase is not GroupPhase.RUNNING:
+            place.pass_time()
+            lives.settle(place)
+    known = record_of(place).nodes[1]
+    assert (known.attempt, known.retries) == (131, 130)
+    assert [each.text for each in known.history] == [f"end {attempt}" for attempt in range(31, 131)]
+
+
 def test_with_too_few_left_all_begin_again_as_in_any_job() -> None:
     place = running(*THREE, least=6, max_retries=2)
     place.end_group((1, 1), EndCause.PLATFORM, "its agent was killed")

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ringweave.launcher.restarts import EvictionWatcher, MembershipHistory, read_past_members
+from ringweave.membership.membership_records import KEPT_INCARNATIONS
 from ringweave.telemetry import EVENTS_FORMAT
 from tests.telemetry.examples import example
 
@@ -106,3 +107,21 @@ def test_who_was_put_out_is_so_until_an_epoch_begins_with_it(tmp_path: Path) -> 
     assert found.evicted_members() == {"1.0", "3.0"}, (
         "what came back to the one that was cut off was a heartbeat of before"
     )
+
+
+def test_of_a_slot_that_dies_again_and_again_the_newest_members_are_remembered(tmp_path: Path) -> None:
+    path, told = tmp_path / "events.jsonl", Told()
+    rolls, evicted = MembershipHistory(path, told), EvictionWatcher(path)
+    for number in range(300):
+        name = f"1.{number}"
+        death = example("member_lost", member=name, reason="no heartbeat came in time", term=1)
+        with path.open("a") as log:
+            log.writelines(f"{json.dumps(event)}\n" for event in (epoch(["0.0", name], [name]), death))
+        assert name in rolls.read([name]).members
+        assert name in evicted.evicted_members()
+    assert told.asked == []
+    kept = {f"1.{number}" for number in range(300 - KEPT_INCARNATIONS, 300)}
+    assert rolls.read().members == kept | {"0.0"}
+    assert evicted.evicted_members() <= kept
+    told.members = {"0.0", *(f"1.{number}" for number in range(300, 600))}
+    assert rolls.read(["1.599"]).members == kept | {"0.0"} | {f"1.{number}" for number in range(592, 600)}

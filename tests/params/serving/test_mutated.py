@@ -194,6 +194,8 @@ OTHERS = [handler.message for handler in ParameterService().handlers() if handle
 def made_up(rng: random.Random, message: type[rpc.RpcMessage]) -> bytes:
     """A frame whose checks are right, of a call of this kind with anything in it; its term is right more often."""
     body = {name: rng.choice(ANYTHING) for name in message.model_fields if rng.random() < 0.9}
+    if type(body.get("wait_s")) in (int, float):
+        body["wait_s"] /= 1000  # of a state that does not come
     if rng.random() < 0.7:
         body |= {name: right for name, right in (("term", 0), ("ring", 1)) if name in body}
     if rng.random() < 0.7 and "setup" in body:

@@ -84,7 +84,7 @@ WAYS = [
 def test_the_server_that_rings_reach_goes_on(lab_name: str, tmp_path: Path, way: str, is_leader: bool) -> None:
     where = lab.up(topology.loads(CLUSTER), lab_name, quotas="never")
     with ReplicatedServers(tmp_path, len(RINGS), lease_s=5.0, network=Cluster(where)) as pair:
-        rings = training.begin(pair, len(RINGS), 100_000)
+        rings = training.begin(pair, len(RINGS), 100_000, pause_s=0.03)
         threads = [ring.start() for ring in rings]
         wait_rounds(rings, 10)
         before, after = cut_off(where, pair, way, is_leader=is_leader)

@@ -53,6 +53,8 @@ class Ring:
     index: int
     num_rings: int
     num_pushes: int
+    pause_s: float = 0.0
+    """After each round; without it, rings that only wait for something else take the processors from that."""
     done: list[float] = field(default_factory=list)
     """When each round was over."""
     shards: list[tuple[int, int]] = field(default_factory=list)
@@ -90,6 +92,7 @@ class Ring:
             )
             version = self.client.push_and_pull(round_, gradient(self.index, sequence).buffers(), room.buffers())[1]
             self.done.append(time.monotonic())
+            self.stop.wait(self.pause_s)
         self.client.leave_ring(is_for_good=False)
 
     @property
@@ -98,12 +101,12 @@ class Ring:
         return max((after - before for before, after in zip(self.done, self.done[1:], strict=False)), default=0.0)
 
 
-def begin(pair: ReplicatedServers, num_rings: int, num_pushes: int) -> list[Ring]:
+def begin(pair: ReplicatedServers, num_rings: int, num_pushes: int, *, pause_s: float = 0.0) -> list[Ring]:
     """A job with a standby that has everything, and its rings, which have not started."""
     pair.wait_leadership(2)
     clients = [pair.ring_client(ring) for ring in range(num_rings)]
     clients[0].start_job(setup_of(num_rings), FlatTensors(SPECS, [torch.zeros(400, dtype=torch.float64)]).buffers())
-    return [Ring(client, index, num_rings, num_pushes) for index, client in enumerate(clients)]
+    return [Ring(client, index, num_rings, num_pushes, pause_s) for index, client in enumerate(clients)]
 
 
 def newest(ring: Ring) -> tuple[int, torch.Tensor]:

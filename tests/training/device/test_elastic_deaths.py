@@ -123,7 +123,7 @@ def live_objects() -> Counter[str]:
 @pytest.mark.slow
 def test_deaths_leave_nothing_behind_and_touch_no_other_gpu(gpus: FakeGpus) -> None:
     num_threads, of_other_tests = [], live_objects()
-    for number in range(effort.share_of(100)):
+    for number in range(effort.share_of(50)):
         assert one_death(gpus, number % 2) == [3.0, 3.0]
         for gpu in gpus.gpus:
             del gpu.streams[2:]  # all but the script's, which torch too takes from a pool

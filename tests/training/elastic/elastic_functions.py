@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -20,12 +21,15 @@ from ringweave.comm.generation_group import GenerationGroups
 from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
 from ringweave.comm.tuning.control_tree import ControlTree
 from ringweave.errors import PeerError
+from ringweave.membership import failure_detector
 from ringweave.planning.balancing import Speed, SpeedEstimator
 from ringweave.training.elastic import recovery
 from ringweave.training.elastic.session import SessionThread
 from tests.fakes.elastic_job import own_member, send_message
 
 NUM_SAMPLES, BATCH, WIDTH = 96, 12, 6
+SHORT_REDUCTION = replace(failure_detector.REDUCTION_TIMEOUT, min_s=6.0)
+"""Of members and coordinators where all wait in vain."""
 HIDDEN, CAP_MB = 16, 0.001
 CLIP = 0.3
 """Largest norm of a step's gradients, below that of the first steps."""
@@ -79,6 +83,8 @@ def train(
     """
     set_step_time(restarts=on_failure == "restart")
     on_failure = "recompute" if on_failure == "restart" else on_failure
+    if "miss" in {moment for _, moment in (faults or {}).values()}:
+        failure_detector.REDUCTION_TIMEOUT = SHORT_REDUCTION
     model = make_model(hidden)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     data = DataLoader(make_data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from ringweave.membership import coordinator, failure_detector
 from ringweave.membership.failure_detector import PROGRESS_TIMEOUT
 from ringweave.membership.membership_records import REASON_ALL_DONE
 from ringweave.planning import balancing
@@ -23,6 +24,8 @@ from tests.training.elastic import elastic_functions
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
 
+SILENCE_S = 6.0
+"""Of one that is waited for; longer than a busy machine keeps a heartbeat."""
 NUM_STEPS = elastic_functions.NUM_SAMPLES // elastic_functions.BATCH
 COUNTS_AFTER = ("heard", "committed", "optimizer")
 """Moments at which one who dies knows that all members have all sums of the step, and all rows: its samples count,
@@ -324,7 +327,7 @@ def test_a_replacement_goes_on_with_the_state_of_the_others_and_one_that_is_aske
 
 
 def test_a_stopped_member_is_left_behind_and_changes_nothing_when_it_wakes() -> None:
-    with ElasticJob(elastic_functions.train, 3, 8, {}, 0.1, silence_s=10.0) as job:
+    with ElasticJob(elastic_functions.train, 3, 8, {}, 0.1, silence_s=SILENCE_S) as job:
         # Before so many heartbeats that silence counts as learnt, it would be given a minute.
         job.wait_message("1.0", lambda said: said[:2] == ("done", 30))
         job.send_signal("1.0", signal.SIGSTOP)
@@ -340,7 +343,7 @@ def test_a_stopped_member_is_left_behind_and_changes_nothing_when_it_wakes() -> 
 
 def test_two_of_three_that_are_stopped_for_a_while_come_back_and_lose_nothing() -> None:
     """The third may not go on alone: nothing has happened without them."""
-    with ElasticJob(elastic_functions.train, 3, 6, {}, 0.1, silence_s=10.0) as job:
+    with ElasticJob(elastic_functions.train, 3, 6, {}, 0.1, silence_s=SILENCE_S) as job:
         for member in ("1.0", "2.0"):
             job.wait_message(member, lambda said: said[:2] == ("done", 30))
         for member in ("1.0", "2.0"):
@@ -376,8 +379,12 @@ def test_what_one_drew_in_an_epoch_that_the_others_never_formed_the_others_draw_
         assert all(account.is_accounted and not account.lost.num_samples for account in values[0]["accounts"])
 
 
-def test_one_that_misses_what_it_has_to_do_is_not_waited_for_for_ever_and_all_go_on() -> None:
+def test_one_that_misses_what_it_has_to_do_is_not_waited_for_for_ever_and_all_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A fault of this system, as there was one: each waits for the others, and says so."""
+    for module in (failure_detector, coordinator):
+        monkeypatch.setattr(module, "REDUCTION_TIMEOUT", elastic_functions.SHORT_REDUCTION)
     with ElasticJob(elastic_functions.train, 3, 3, {"1.0": (16, "miss")}, 0.3) as job:
         values = [value_of(job, member) for member in job.members]
         assert len(job.coordinators[0].restarted_generations) == 1, "once is enough"

@@ -5,8 +5,8 @@ import pytest
 
 from ringweave.errors import TrainingError
 from ringweave.param_server.data_shards import DataPosition
-from ringweave.training.rings.ring_progress import PendingPush, RingCursor
-from ringweave.training.rings.shard_source import ResumeStart, loader_state, remaining_indices
+from ringweave.training.rings.ring_progress import PendingPush, ResumeStart, RingCursor
+from ringweave.training.rings.shard_source import loader_state, remaining_indices
 
 POSITION = DataPosition(pass_number=3, epoch=1, done=((0, 4), (6, 2)))
 

@@ -24,7 +24,7 @@ from ringweave.comm.engine.executor import (
     check_agreement,
     run_program,
 )
-from ringweave.comm.engine.messages import CollectiveMessage
+from ringweave.comm.engine.messages import CollectiveMessage, CompiledProgram
 from ringweave.comm.failure_registry import GroupEnd
 from ringweave.comm.group_info import GroupInfo
 from ringweave.comm.native_backend import NativeBackends
@@ -35,7 +35,7 @@ from ringweave.comm.tuning.selector import CollectiveRequest, PendingCollective,
 from ringweave.comm.work import PendingWork
 from ringweave.errors import CommunicationError, DisagreementError
 from ringweave.planning import Plan
-from ringweave.schedules.program import RankProgram, SegmentMarks, compile_program, segment_marks
+from ringweave.schedules.program import compile_program
 from ringweave.telemetry.events import EventLog
 
 
@@ -89,7 +89,6 @@ class CollectiveJob:
     on_finished: Callable[[], object]
     """Called when the job is over, run or not: other jobs must not wait for ever for its program."""
     timeout_s: float
-    """Limit on the collective."""
 
 
 class CollectiveChannel:
@@ -132,7 +131,6 @@ class CollectiveChannel:
         self.transport.close()
 
     def stop_accepting(self) -> None:
-        """Accept no more jobs."""
         self._jobs.put(None)
 
     def wait_finished(self, timeout_s: float) -> bool:
@@ -160,25 +158,6 @@ class CollectiveChannel:
                 # Callbacks of its future must not run in inference mode.
                 self._callbacks.submit(job.work.resolve_future)
             del job, error  # release the tensors while this thread waits
-
-
-@dataclass(slots=True)
-class CompiledProgram:
-    """Program for one kind of message."""
-
-    program: RankProgram
-    signature: int
-    """Part of the tag, so that ranks with different programs find out at the first message."""
-    bounds: tuple[int, ...]
-    """Bounds of its segments."""
-    _segment_marks: SegmentMarks | None = None
-
-    @property
-    def segment_marks(self) -> SegmentMarks:
-        """Marks for messages of devices, made when first needed."""
-        if self._segment_marks is None:
-            self._segment_marks = segment_marks(self.program, self.bounds)
-        return self._segment_marks
 
 
 def _combine_nothing(_mine: Tensor, _arriving: Tensor) -> None:
@@ -242,11 +221,7 @@ class CollectiveEngine:
     ) -> PendingWork:
         """Start a collective by the schedule that the selector decides on.
 
-        Args:
-            message: The collective and its tensors; on the CPU, unless the message is staged.
-            results: Tensors that the work returns.
-            request: Input of the selector.
-            timeout_s: Limit on the whole collective, from its start.
+        `message`: the collective and its tensors; on the CPU, unless the message is staged.
         """
         work = PendingWork(results, message.staged)
         with self._order_lock:  # channels get collectives in the order of their numbers

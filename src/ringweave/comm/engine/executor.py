@@ -44,7 +44,6 @@ class CollectiveIntent:
     schedule: str
     digest: str
     pipelining: str
-    """Pipelining of the message."""
 
     def __str__(self) -> str:
         return (
@@ -269,7 +268,6 @@ class EncodedBuffers:
         self._taken = []
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return a buffer of that size."""
         free = self._free.get(num_bytes)
         buffer = free.pop() if free else torch.empty(num_bytes, dtype=torch.uint8)
         self._taken.append(buffer)
@@ -399,9 +397,7 @@ class ProgramCache(Generic[ProgramT]):
     def get_or_reserve(self, kind: Hashable, num_parts: int) -> tuple[Future[ProgramT], bool]:
         """Return the program's future for this kind, and True if the caller must make the program.
 
-        Args:
-            kind: Key of the program.
-            num_parts: Segments times ranks; the same on all ranks.
+        `num_parts`: segments times ranks; the same on all ranks.
         """
         is_new = kind not in self._by_kind
         if is_new:

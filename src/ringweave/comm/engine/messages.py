@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,16 +21,30 @@ from ringweave.comm.native_backend import NativeBackends, OrderedNccl
 from ringweave.comm.wire_scope import WireScope
 from ringweave.environment import EXACT
 from ringweave.schedules import CollectiveKind
-from ringweave.schedules.program import Instruction, Opcode, RankProgram, segment_bounds
-
-if TYPE_CHECKING:
-    from ringweave.comm.engine.engine import CompiledProgram
-
+from ringweave.schedules.program import Instruction, Opcode, RankProgram, SegmentMarks, segment_bounds, segment_marks
 
 _ENCODED_OPERATIONS = frozenset({"sum", "avg"})
 """Reduce operations whose float32 messages may be encoded."""
 _NOT_IN_NCCL = frozenset({"band", "bor", "bxor"})
 """Reduce operations that Gloo has and NCCL has not."""
+
+
+@dataclass(slots=True)
+class CompiledProgram:
+    """Program for one kind of message."""
+
+    program: RankProgram
+    signature: int
+    """Part of the tag, so that ranks with different programs find out at the first message."""
+    bounds: tuple[int, ...]
+    _segment_marks: SegmentMarks | None = None
+
+    @property
+    def segment_marks(self) -> SegmentMarks:
+        """Marks for messages of devices, made when first needed."""
+        if self._segment_marks is None:
+            self._segment_marks = segment_marks(self.program, self.bounds)
+        return self._segment_marks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,10 +69,9 @@ class CollectiveMessage:
     """Format that it is asked to take on slow links, or `auto`."""
     residual: torch.Tensor | None = None
     """Errors of earlier encoded messages, on the host, in float32; None where nothing is encoded, or they are lost."""
-    program: "Future[CompiledProgram] | None" = None
+    program: Future[CompiledProgram] | None = None
     """None for the native backend."""
     makes_program: bool = field(default=False, init=False)
-    """This collective makes the program."""
 
     @property
     def num_bytes(self) -> int:
@@ -88,16 +101,12 @@ class CollectiveMessage:
         return None if self.block_sizes is None else max(self.block_sizes) * self.dtype.itemsize
 
     def segment_bounds(self, num_segments: int) -> tuple[int, ...]:
-        """Return the bounds of the message's segments."""
         return segment_bounds(self.num_elements, num_segments, self.num_blocks)
 
     def begin(self, channel: int, num_segments: int, memory: ScratchMemory) -> Tensor:
         """Return the elements on the host, with this rank's contribution in them; of a device, as segments come.
 
-        Args:
-            channel: Index of the channel that runs the collective.
-            num_segments: Segments of its program.
-            memory: Of the channel, for messages that have no memory of their own.
+        `memory`: of the channel, for messages that have no memory of their own.
         """
         if self.staged is None:
             return self.begin_on_host(num_segments, memory)
@@ -119,9 +128,7 @@ class CollectiveMessage:
     def instructions(self, program: RankProgram, message: Tensor) -> Iterable[Instruction]:
         """Return the program's instructions, each of which must be executed before the next one is asked for.
 
-        Args:
-            program: The program.
-            message: What `begin` returned; readied for the reduce operation by the time that an instruction needs it.
+        `message`: what `begin` returned; readied for the reduce operation by the time that an instruction needs it.
         """
         if self.reduction is not None:
             self.reduction.prepare(message)

@@ -41,7 +41,6 @@ class ProbeCaller:
     """Index among the probing ranks."""
     kind: ProbeConnectionKind
     number: int
-    """Number of the batch."""
     rail: int = 0
     """Index of the address, at both ends."""
 
@@ -193,9 +192,7 @@ class RankFlows:
     """Flows of one rank in a batch."""
 
     number: int
-    """Number of the batch."""
     sends_to: Sequence[int]
-    """Probing ranks."""
     receives_from: Sequence[int]
     timing: FlowTiming
     rails: Sequence[int] = (0,)

@@ -56,11 +56,7 @@ def agree_on_nics(
     Where the further NICs of nodes were not measured, every node is reached at its first address alone: nothing shows
     that the others lead anywhere.
 
-    Args:
-        store: The group's store.
-        group: The group as formed.
-        measurement: The measured network, on the first rank; None on all others.
-        timeout: Limit on waiting for the first rank.
+    `measurement`: the measured network, on the first rank; None on all others.
 
     Raises:
         PeerError: The first rank did not come.
@@ -75,7 +71,7 @@ def agree_on_nics(
     except RuntimeError as cause:
         do, where = "Look into its log", f"rank {group.own_info.global_rank}"
         got, expected = "nothing in time", f"{group.rank_text(0)} to say what probing found"
-        raise PeerError(explain("NICs of the nodes", got=got, expected=expected, do=do, where=where)) from cause
+        raise PeerError("NICs of the nodes", got=got, expected=expected, do=do, where=where) from cause
     expected = f"rates of NICs, as {group.rank_text(0)} found them"
     return _restrict_to_nics(
         group,
@@ -246,7 +242,6 @@ def _no_network_text(group: GroupInfo) -> str:
 
 
 def _meet_probers(store: Store, group: GroupInfo, listener: ChannelListener, timeout: timedelta) -> GroupInfo:
-    """Form a group of the probing ranks."""
     prober_ranks = probing_ranks(group)
     index = prober_ranks.index(group.group_rank)
     number = store.add(f"probing/{index}", 1)  # each repeated probe has its own key space

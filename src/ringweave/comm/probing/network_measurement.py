@@ -55,7 +55,6 @@ class NetworkMeasurement:
     time: float
     """Time of the measurement, in seconds since 1970."""
     wall_s: float
-    """Duration."""
     num_batches: int
     """Number of times flows were started together."""
     cluster_text: str
@@ -71,7 +70,6 @@ class NetworkMeasurement:
     offers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Node -> NICs that were checked, including those that lead nowhere; nodes with unknown NICs are absent."""
     kind: Literal["measured"] = "measured"
-    """Kind of all its numbers."""
 
     def cluster(self) -> Cluster:
         """Parse the cluster text.
@@ -241,7 +239,6 @@ class MeasurementCache:
             _LOG.warning("ringweave: what probing found cannot be kept for other jobs: %s", cause)
 
     def path(self, hosts: Sequence[NodeSpec]) -> Path:
-        """Return the file of these nodes."""
         key = json.dumps(
             [_CACHE_VERSION, *sorted([host.name, host.address, host.num_devices, *host.nics] for host in hosts)]
         )

@@ -18,7 +18,7 @@ from ringweave.comm.group_info import GroupInfo
 from ringweave.comm.probing import flows
 from ringweave.comm.probing.flows import FlowTiming, ProbeConnectionKind, RankFlows
 from ringweave.comm.transport.connect import IncomingConnections
-from ringweave.errors import PeerError, explain, shorten
+from ringweave.errors import PeerError, shorten
 from ringweave.files import file_io
 from ringweave.topology.inference.fit import TreeFit
 from ringweave.topology.inference.infer import SurveyLimits, infer_topology
@@ -81,9 +81,7 @@ class JsonConnection:
     def error(self, reason: str) -> PeerError:
         """Return the error for a peer that does not take part, with the reason."""
         do = "See whether it runs, and whether a firewall lets the nodes of the job reach each other on any TCP port"
-        return PeerError(
-            explain("probing the network", got=reason, expected=f"{self._peer} to measure its links", do=do)
-        )
+        return PeerError("probing the network", got=reason, expected=f"{self._peer} to measure its links", do=do)
 
 
 def follow_coordinator(probers: GroupInfo, listeners: Sequence[socket.socket]) -> str:
@@ -102,7 +100,7 @@ def follow_coordinator(probers: GroupInfo, listeners: Sequence[socket.socket]) -
         )
     except OSError as cause:
         raise PeerError(
-            explain("probing the network", got=str(cause), expected=f"{first} to answer", do="Look into its log")
+            "probing the network", got=str(cause), expected=f"{first} to answer", do="Look into its log"
         ) from cause
     try:
         while (command := connection.receive()).get("do") != "end":
@@ -301,21 +299,15 @@ class ProbeCoordinator:
     def _read_report(
         self, index: int, read: Callable[[dict[str, Any]], _ReportT], reports: Mapping[int, dict[str, Any]]
     ) -> _ReportT:
-        """Read a value from a rank's report.
-
-        Raises:
-            PeerError: The value is missing or invalid.
-        """
+        """Read a value from a rank's report."""
         try:
             return read(reports[index])
         except (LookupError, TypeError, ValueError, OverflowError) as cause:
             raise PeerError(
-                explain(
-                    "probing the network",
-                    got=reports[index],
-                    expected=f"what {self._probers.rank_text(index)} has measured",
-                    do="Run the same ringweave on all ranks",
-                )
+                "probing the network",
+                got=reports[index],
+                expected=f"what {self._probers.rank_text(index)} has measured",
+                do="Run the same ringweave on all ranks",
             ) from cause
 
     def _record_rate(self, flow: Flow, rates: Sequence[float]) -> float:
@@ -335,12 +327,10 @@ class ProbeCoordinator:
                 reports[0] = execute_command(commands[0], self._probers, self._listeners)
             except OSError as cause:
                 raise PeerError(
-                    explain(
-                        "probing the network",
-                        got=f"{type(cause).__name__}: {cause}",
-                        expected=f"{self._probers.rank_text(0)} to reach the other nodes",
-                        do="See whether a firewall lets the nodes of the job reach each other on any TCP port",
-                    )
+                    "probing the network",
+                    got=f"{type(cause).__name__}: {cause}",
+                    expected=f"{self._probers.rank_text(0)} to reach the other nodes",
+                    do="See whether a firewall lets the nodes of the job reach each other on any TCP port",
                 ) from cause
         return reports | {index: self._connections[index].receive() for index in commands if index}
 
@@ -363,12 +353,10 @@ class ProbeCoordinator:
 
     def _absence_error(self, absent: list[int], reason: str) -> PeerError:
         return PeerError(
-            explain(
-                "probing the network",
-                got=reason,
-                expected=f"a call of {self._probers.ranks_text(absent)}",
-                do="Look into its log, and see whether it reaches this node",
-            )
+            "probing the network",
+            got=reason,
+            expected=f"a call of {self._probers.ranks_text(absent)}",
+            do="Look into its log, and see whether it reaches this node",
         )
 
 
@@ -380,13 +368,6 @@ def measure_network(
     on_progress: Callable[[str], None],
 ) -> tuple[dict[tuple[int, int], float], Observations, TreeFit]:
     """Measure latencies, rates and the switch tree.
-
-    Args:
-        probe_group: Measures.
-        num_nodes: Number of nodes.
-        generator: Random generator of the survey.
-        effort: Limits of the survey.
-        on_progress: Called with the current activity.
 
     Returns:
         Latency in seconds of each measured pair, all rates, and the tree.
@@ -410,11 +391,7 @@ def measure_network(
 
 
 def _check_measured(value: object) -> float:
-    """Check a measured time or rate.
-
-    Raises:
-        ValueError: It is no finite number of zero or more.
-    """
+    """Check a measured time or rate."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"{value!r} is no time and no rate")
     return float(value)

@@ -134,12 +134,10 @@ def encryption_for(environment: WorkerEnvironment) -> LinkEncryption | None:
         return None
     if environment.credentials is None:
         raise UsageError(
-            explain(
-                ENCRYPT,
-                got="on, without credentials",
-                expected=f"a certificate of the job's authority in {CREDENTIALS}",
-                do=f"Use ringweave run --encrypt on, or let {CREDENTIALS} name a file that Credentials.save wrote",
-            )
+            ENCRYPT,
+            got="on, without credentials",
+            expected=f"a certificate of the job's authority in {CREDENTIALS}",
+            do=f"Use ringweave run --encrypt on, or let {CREDENTIALS} name a file that Credentials.save wrote",
         )
     return _load_encryption(environment.credentials, environment.events_path)
 

@@ -47,7 +47,6 @@ class LinkTraffic:
     """Seconds of these in which the peer's process took no more."""
 
     def plus(self, other: "LinkTraffic") -> "LinkTraffic":
-        """Return the sum."""
         return LinkTraffic(
             sent_bytes=self.sent_bytes + other.sent_bytes,
             busy_s=self.busy_s + other.busy_s,
@@ -88,9 +87,7 @@ class Transport(Protocol):
     def connect(self, peers: Iterable[int], timeout_s: float | None = None) -> None:
         """Make sure that `peers` can be reached; they do the same with us.
 
-        Args:
-            peers: Group ranks.
-            timeout_s: Limit on waiting for them to start; None is the transport's limit.
+        `timeout_s`: limit on waiting for them to start; None is the transport's limit.
 
         Raises:
             TransferFailedError: A peer is dead, or did not connect in time.

@@ -552,7 +552,6 @@ class ShmConnection:
             self._frames.popleft()
 
     def read(self) -> None:
-        """Handle the frames that are there."""
         while True:
             try:
                 data, descriptors, _, _ = socket.recv_fds(self.sock, _FRAME.size, 1)
@@ -623,7 +622,6 @@ class ShmConnection:
             handle.content = arrival.content
 
     def _arena_content(self, num_bytes: int, offset: int) -> ArenaContent:
-        """Return a piece in the peer's arena."""
         if self._peer_arena is None or offset + num_bytes > self._peer_arena.num_bytes:
             raise ConnectionError(f"{num_bytes} bytes at {offset} are outside of the peer's shared memory")
         return ArenaContent(self._peer_arena, offset, num_bytes)

@@ -299,10 +299,8 @@ class SocketTransport:
         One of two ranks connects, the other one accepts (`GroupInfo.calls`). Connecting succeeds as soon as the other
         side listens, so there is no circular wait.
 
-        Args:
-            peers: Group ranks.
-            timeout_s: Limit on waiting for peers that connect to us: that of their collective. None is the limit of the
-                transport.
+        `timeout_s`: limit on waiting for peers that connect to us: that of their collective. None is the limit of the
+        transport.
 
         Raises:
             TransferFailedError: A peer is dead, or did not connect in time.

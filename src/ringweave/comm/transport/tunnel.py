@@ -189,12 +189,7 @@ class Tunnel:
                 return sock
 
     async def _secure(self, sock: socket.socket, *, is_server: bool, admits: Admission) -> Stream:
-        """Return the encrypted connection.
-
-        Raises:
-            OSError: The other end has no certificate of the job.
-            TurnedAwayError: It is not admitted.
-        """
+        """Return the encrypted connection."""
         context = self._encryption.server_context if is_server else self._encryption.client_context
         stream = await _open_stream(sock, context, is_server=is_server)
         if not admits(tls.peer_fingerprint(stream[1].get_extra_info("ssl_object"))):

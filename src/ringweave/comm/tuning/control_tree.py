@@ -233,7 +233,6 @@ def _run_streams(
 
 
 def _piece_sizes(num_bytes: int) -> list[int]:
-    """Return the sizes of a stream's pieces."""
     count = max(2, min(_MAX_STREAM_PIECES, num_bytes // _MIN_STREAM_PIECE_BYTES))
     return [num_bytes // count + (index < num_bytes % count) for index in range(count)]
 

@@ -81,7 +81,6 @@ class ScheduleTimings:
             self.flush()
 
     def flush(self) -> None:
-        """Write new times to the log."""
         if self._log is None:
             return
         self._next_flush_s = self._clock() + _TIMINGS_FLUSH_S
@@ -130,7 +129,6 @@ class ScheduleDecision:
     choice: ScheduleChoice
     plan: Plan
     version: int
-    """Version of the plan."""
     is_trial: bool = False
     """The collective runs alone and starts on all ranks together."""
 
@@ -162,7 +160,6 @@ class _ClassState:
     """Index up to which times were reported."""
     next_consultation: int = 0
     s_per_byte: dict[int, float] = field(default_factory=dict)
-    """Seconds per byte by index."""
 
 
 class ScheduleSelector:
@@ -227,12 +224,6 @@ class ScheduleSelector:
         self, pending: PendingCollective, transport: Transport, *, tag: int, timeout_s: float
     ) -> ScheduleDecision:
         """Return the decision; consult the other ranks first if a consultation is due. Runs in the channel's thread.
-
-        Args:
-            pending: The next collective.
-            transport: Transport of its channel.
-            tag: Tag of its messages.
-            timeout_s: Limit on each wait for a message.
 
         Raises:
             TransferFailedError: A rank is dead or silent, or the group was aborted.
@@ -390,7 +381,6 @@ class ScheduleSelector:
         )
 
     def _apply_decision(self, pending: PendingCollective, decision: TuningDecision) -> None:
-        """Apply the decision from this collective on."""
         if decision == RANKS_DIFFER:
             with self._changed:
                 self._set_decision(pending, None)

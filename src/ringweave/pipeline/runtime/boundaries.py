@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 
 
 def placeholder_copy(block: nn.Module, device: torch.device) -> nn.Module:
@@ -78,7 +78,6 @@ class TensorMeta:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the values."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
     def meta_tensor(self) -> Tensor:
@@ -110,10 +109,6 @@ class Boundary:
     def part(self, num_samples: int, of: int) -> "Boundary":
         """Return the boundary of some of a microbatch's samples.
 
-        Args:
-            num_samples: Samples of the part.
-            of: Samples of the microbatch.
-
         Raises:
             TrainingError: A tensor has no samples in its first dimension, or is not contiguous.
         """
@@ -122,7 +117,7 @@ class Boundary:
             if not is_whole or not form.meta_tensor().is_contiguous():
                 expected = f"a contiguous tensor with {of} samples, or a multiple of it, in its first dimension"
                 do = "Give each stage one device, or let blocks pass on tensors of samples only"
-                raise TrainingError(explain("tensor between blocks", got=form.shape, expected=expected, do=do))
+                raise TrainingError("tensor between blocks", got=form.shape, expected=expected, do=do)
         return Boundary(
             tuple(replace(form, shape=(form.shape[0] // of * num_samples, *form.shape[1:])) for form in self.tensors)
         )
@@ -184,12 +179,12 @@ def _trace_block(
         got, where = str(cause).split("\n", 1)[0], f"block {index}, {type(block).__name__}"
         expected = "a block that can be computed on what the one before it returns"
         do = "Compare its forward's arguments with that"
-        raise TrainingError(explain("block", got=got, expected=expected, do=do, where=where)) from cause
+        raise TrainingError("block", got=got, expected=expected, do=do, where=where) from cause
     odd = [type(value).__name__ for value in output if not isinstance(value, Tensor)]
     if odd:
         where = f"block {index}, {type(block).__name__}"
         expected, do = "a tensor or a tuple of tensors", "Wrap it so that it returns what the next block is called with"
-        raise TrainingError(explain("output of a block", got=odd[0], expected=expected, do=do, where=where))
+        raise TrainingError("output of a block", got=odd[0], expected=expected, do=do, where=where)
     return tuple(_to_meta(value) for value in output)
 
 

@@ -26,7 +26,7 @@ import xxhash
 from torch import Tensor
 
 from ringweave.environment import EXACT
-from ringweave.errors import DisagreementError, explain
+from ringweave.errors import DisagreementError
 from ringweave.pipeline.runtime.boundaries import Boundary
 from ringweave.pipeline.stage_layout import BOUNDARY_WIRES
 
@@ -170,4 +170,4 @@ def _check_message(name: str, grid: _Grid, message: Tensor, values: Tensor, wher
 
 def _refuse(noun: str, got: object, expected: str, where: str) -> None:
     do = "Run the same script and version of ringweave on all ranks; if they are the same, look for a faulty link"
-    raise DisagreementError(explain(noun, got=got, expected=expected, do=do, where=where))
+    raise DisagreementError(noun, got=got, expected=expected, do=do, where=where)

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from ringweave.environment import EXACT
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.pipeline.block_store import BlockStore
 from ringweave.pipeline.runtime import boundaries, torch_schedules
 from ringweave.pipeline.runtime.boundaries import Boundary, Precision, as_tuple
@@ -27,7 +27,6 @@ class BlockSeeds:
     """Seeds of one replica's blocks."""
 
     seed: int
-    """Seed of the run."""
     replica: int
     """Replicas draw different numbers, as workers of data-parallel training do."""
     first_sample: int = 0
@@ -82,13 +81,7 @@ class StageModule(nn.Module):
         self._microbatches = iter(())
 
     def begin_step(self, train_step: int, microbatches: Sequence[int], side: Sequence[Mapping[str, Tensor]]) -> None:
-        """Begin a step.
-
-        Args:
-            train_step: Number of the train step; part of the seeds.
-            microbatches: Indices in the order of this stage's forwards.
-            side: Side inputs of each microbatch, by its index.
-        """
+        """Begin a step. `microbatches`: indices in the order of this stage's forwards."""
         self._train_step, self._side_inputs = train_step, side
         self._microbatches = iter(microbatches)
 
@@ -125,7 +118,7 @@ class StageModule(nn.Module):
         ]:
             expected = f"{[(form.shape, form.dtype) for form in self.output_boundary.tensors]}, as in the example"
             do = "Compute in one precision (Settings.autocast), with shapes that do not depend on values"
-            raise TrainingError(explain("activations of a stage", got=got, expected=expected, do=do))
+            raise TrainingError("activations of a stage", got=got, expected=expected, do=do)
 
 
 class StageRunner:

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import _Action, _PipelineSchedule, _PipelineScheduleRuntime
 
 from ringweave.environment import EXACT
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.pipeline.runtime import boundary_formats
 from ringweave.pipeline.runtime.stopwatch import Stopwatch
 from ringweave.sim import pipeline_schedules, pipeline_simulation
@@ -43,13 +43,13 @@ def resolve_order(schedule: str | PipelineSchedule, num_stages: int, num_microba
         if schedule.num_stages != num_stages:
             do = "Generate it for this number, or start as many workers"
             got, expected = schedule.num_stages, f"{num_stages}, as the pipeline has"
-            raise UsageError(explain("stages of the order", got=got, expected=expected, do=do))
+            raise UsageError("stages of the order", got=got, expected=expected, do=do)
         pipeline_simulation.PipelineTimeline(schedule)
         return schedule
     if schedule == "1f1b" and num_microbatches < num_stages:
         expected = f"at least {num_stages}, the number of stages, for 1f1b"
         do = "Cut the batch finer, or take gpipe or 1f1b-overlap"
-        raise UsageError(explain("microbatches", got=num_microbatches, expected=expected, do=do))
+        raise UsageError("microbatches", got=num_microbatches, expected=expected, do=do)
     return pipeline_schedules.generate_pipeline_schedule(schedule, num_stages, num_microbatches)
 
 
@@ -93,12 +93,7 @@ def stage_microbatches(
 
 
 def sort_by_microbatch(microbatches: Sequence[int], values: Sequence[_ValueT]) -> list[_ValueT]:
-    """Sort values of microbatches into batch order.
-
-    Args:
-        microbatches: Index of each value's microbatch.
-        values: One value for each.
-    """
+    """Sort values of microbatches into batch order."""
     by_index: Mapping[int, _ValueT] = dict(zip(microbatches, values, strict=True))
     return [by_index[index] for index in sorted(by_index)]
 

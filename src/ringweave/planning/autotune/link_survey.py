@@ -60,9 +60,7 @@ class LinkSurvey:
     def revised_rates(self, phases: Sequence[SurveyPhase], measured: Sequence[float]) -> dict[str, float]:
         """Return the rate that each changed link carried, in bytes per second, by link name.
 
-        Args:
-            phases: The streams that ran.
-            measured: Bytes per second of each stream, phase after phase.
+        `measured`: bytes per second of each stream, phase after phase.
         """
         rows = iter(measured)
         seen = [[next(rows) for _ in phase] for phase in phases]

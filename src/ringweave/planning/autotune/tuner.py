@@ -108,7 +108,6 @@ class GroupPlacement:
 
     @property
     def num_nodes(self) -> int:
-        """Return the number of different nodes."""
         return len(set(self.nodes))
 
     def plan(self, rates: Mapping[str, float]) -> Plan:
@@ -459,12 +458,7 @@ class Autotuner:
         return events
 
     def decide(self, report: TuningReport, now_s: float) -> TuningDecision:
-        """Return the message's schedule, or the survey that has to come first.
-
-        Args:
-            report: Combined report of all ranks.
-            now_s: The first rank's clock.
-        """
+        """Return the message's schedule, or the survey that has to come first."""
         self._observe_report(report)
         case = self._case_of(report.num_bytes, report.kind, report.is_on_device)
         case.record_decision_time(now_s)

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 import pydantic
 
-from ringweave.errors import ScheduleError, explain, shorten
+from ringweave.errors import ScheduleError, shorten
 from ringweave.files import file_io
 from ringweave.planning import plans
 from ringweave.schedules.schedule import COLLECTIVE_KINDS, CollectiveKind
@@ -113,9 +113,7 @@ class TuningDecision:
             return _decision_adapter().validate_json(file_io.bounded(text, MAX_DECISION_BYTES))
         except ValueError as cause:
             do = f"Run the same version of ringweave on all ranks ({shorten(cause)})"
-            raise ScheduleError(
-                explain("tuning decision", got=text, expected="what the first rank sent", do=do)
-            ) from cause
+            raise ScheduleError("tuning decision", got=text, expected="what the first rank sent", do=do) from cause
 
 
 @functools.cache

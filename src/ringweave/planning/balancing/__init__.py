@@ -19,24 +19,3 @@ from ringweave.planning.balancing.shares import (
     slowest_compute_s,
 )
 from ringweave.planning.balancing.speed import Speed, SpeedEstimator, steady_state_s
-
-__all__ = [
-    "EpochOrder",
-    "MemoryLimit",
-    "MemoryUse",
-    "Rebalancer",
-    "SampleAccount",
-    "ShareChange",
-    "Speed",
-    "SpeedEstimator",
-    "apportion",
-    "batch_fraction",
-    "fingerprint",
-    "rank_slice",
-    "rebalance",
-    "scale_shares",
-    "share_limits",
-    "shuffle_indices",
-    "slowest_compute_s",
-    "steady_state_s",
-]

@@ -98,12 +98,7 @@ class MemoryLimit:
         return (*(smaller + (index < num_larger) for index in range(num_passes)), room)
 
     def extra_samples(self, num_samples: float, overhead_samples: float) -> float:
-        """Return the additional work of a share in microbatches, as samples that take as long.
-
-        Args:
-            num_samples: Size of the share.
-            overhead_samples: Fixed work of a pass, in samples.
-        """
+        """Return the additional work of a share in microbatches, as samples that take as long."""
         if num_samples <= self.whole_samples:
             return 0.0
         room = self.room(num_samples)

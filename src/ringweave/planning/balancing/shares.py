@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ringweave.errors import CapacityError, TrainingError, explain
+from ringweave.errors import CapacityError, TrainingError
 from ringweave.planning.balancing.memory import MemoryLimit
 from ringweave.planning.balancing.speed import Speed
 
@@ -128,12 +128,7 @@ def rebalance(
 
 
 def scale_shares(shares: Shares, num_samples: int) -> Shares:
-    """Return the shares of a batch of another size, in the same proportions: largest remainders; some may be 0.
-
-    Args:
-        shares: Shares of a whole batch.
-        num_samples: Size of the other batch.
-    """
+    """Return the shares of a batch of another size, in the same proportions: largest remainders; some may be 0."""
     total = sum(shares)
     whole = [share * num_samples // total for share in shares]
     remainders = [share * num_samples % total for share in shares]
@@ -184,21 +179,17 @@ def _check_capacity(num_samples: int, caps: Sequence[int], floors: Sequence[int]
     least = max(floors)
     if num_samples < sum(floors):
         raise TrainingError(
-            explain(
-                "samples in a batch over all ranks",
-                got=num_samples,
-                expected=f"at least {least} for each of {len(caps)} ranks",
-                do="Raise the batch size of the loader, or use fewer workers",
-            )
+            "samples in a batch over all ranks",
+            got=num_samples,
+            expected=f"at least {least} for each of {len(caps)} ranks",
+            do="Raise the batch size of the loader, or use fewer workers",
         )
     if any(cap < floor for cap, floor in zip(caps, floors, strict=True)) or num_samples > sum(caps):
         raise CapacityError(
-            explain(
-                "samples that fit into the memory of the ranks",
-                got=list(caps),
-                expected=f"at least {least} each and {num_samples} together",
-                do="Raise max_samples, or lower the batch size of the loader",
-            )
+            "samples that fit into the memory of the ranks",
+            got=list(caps),
+            expected=f"at least {least} each and {num_samples} together",
+            do="Raise max_samples, or lower the batch size of the loader",
         )
 
 

@@ -264,11 +264,6 @@ def steady_state_s(wall_s: float, processor_s: float, quota: CpuQuota) -> float:
     work: of eight ranks with equal quotas, some seemed twice as fast as others for many steps (measured). Processor
     time over the quota does not, and consecutive steps take that. Other processes under the quota (loader workers)
     lengthen the wall time, which counts as far as pauses do not explain it.
-
-    Args:
-        wall_s: Wall time.
-        processor_s: Processor time in it.
-        quota: Quota of the control group that throttled it.
     """
     doubt_s = _MAX_EXTRA_PAUSES * quota.period_s * max(0.0, 1 - quota.cores)
     return min(max(processor_s / quota.cores, wall_s - doubt_s), wall_s + doubt_s)

@@ -3,15 +3,4 @@
 from ringweave.planning.chunk_shares.block_routes import make_block_stripe
 from ringweave.planning.chunk_shares.fractions import LeaderFractions, solve_fractions
 from ringweave.planning.chunk_shares.share_tree import ShareTree, build_share_tree
-from ringweave.planning.chunk_shares.stripes import MessageLayout, lay_out_message, make_stripes
-
-__all__ = [
-    "LeaderFractions",
-    "MessageLayout",
-    "ShareTree",
-    "build_share_tree",
-    "lay_out_message",
-    "make_block_stripe",
-    "make_stripes",
-    "solve_fractions",
-]
+from ringweave.planning.chunk_shares.stripes import lay_out_message, make_stripes

@@ -120,7 +120,6 @@ class _BlockLayout:
     """Whole units of blocks, in the order of the leaves, with their leaders."""
 
     per_block: int
-    """Units of a block."""
     leader_place: dict[int, _Places]
     """For each domain, the index of the member that leads each unit."""
     led: _Fractions
@@ -156,10 +155,7 @@ def _lay_out_blocks(tree: ShareTree, num_ranks: Sequence[int], led: _Fractions, 
 def _match_leaders(units: _Places, quotas: _Places, borders: _Places) -> _Places:
     """Return the member that leads each unit, so many units each; first of all its own.
 
-    Args:
-        units: Ascending numbers of units.
-        quotas: Units that each member leads.
-        borders: First unit that each member owns, and the end of the last one's.
+    `units`: ascending numbers of units.
     """
     owner = np.searchsorted(borders, units, side="right") - 1
     owner[owner >= len(quotas)] = -1

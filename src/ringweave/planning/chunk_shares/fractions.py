@@ -55,10 +55,8 @@ class LeaderFractions:
 def solve_fractions(tree: ShareTree, bound_s_per_byte: float | None = None) -> LeaderFractions:
     """Return the fractions that make the busiest link least busy, and then the others.
 
-    Args:
-        tree: At least two ranks.
-        bound_s_per_byte: If the whole tree misses this, parts of the message go through trees without some domains: the
-            members of a domain with a fast link are then members of the domain above. None uses the whole tree only.
+    `bound_s_per_byte`: if the whole tree misses this, parts of the message go through trees without some domains: the
+    members of a domain with a fast link are then members of the domain above. None uses the whole tree only.
 
     Raises:
         RingweaveError: The linear program's solver fails.

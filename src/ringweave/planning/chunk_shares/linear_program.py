@@ -121,11 +121,7 @@ def _solve(
     lower: list[float],
     upper: list[float],
 ) -> _Solution:
-    """Return the least cost, where rows are at most, or equal to, the numbers beside them.
-
-    Raises:
-        RingweaveError: The solver fails.
-    """
+    """Return the least cost, where rows are at most, or equal to, the numbers beside them."""
     program, rows = highspy.HighsLp(), [row for row, _ in (*at_most, *equal)]
     program.num_col_, program.num_row_ = len(cost), len(rows)
     program.col_cost_, program.col_lower_, program.col_upper_ = cost, lower, upper

@@ -22,7 +22,6 @@ class LinkSpan:
     vertex: int
     """Vertex of the whole tree below the link."""
     rate: float
-    """Rate of the link."""
     members: dict[int, int]
     """Members of the domain that are below it, with their counts (1 for vertices, any for classes of vertices)."""
 
@@ -103,13 +102,7 @@ def members_below_removed(
 
 
 def build_share_tree(net: GroupNetwork, vertex_of_rank: Sequence[int], memory_bytes_per_s: float) -> ShareTree:
-    """Build the tree of a group.
-
-    Args:
-        net: The network between the nodes of the group.
-        vertex_of_rank: The vertex of each rank's node.
-        memory_bytes_per_s: Rate at which a rank copies from ranks of its own node.
-    """
+    """Build the tree of a group. `memory_bytes_per_s`: rate at which a rank copies from ranks of its own node."""
     ranks_at: list[list[int]] = [[] for _ in range(len(net))]
     for rank, vertex in enumerate(vertex_of_rank):
         ranks_at[vertex].append(rank)
@@ -141,7 +134,6 @@ class MessagePart:
     tree: ShareTree
     """The whole tree, or one with some domains removed."""
     weight: float
-    """Fraction of the message."""
     led: list[list[float]]
     """For each vertex, z(vertex, w) for the domains w above it, from the root down, as fractions of this part."""
 
@@ -154,9 +146,7 @@ def load_factors(num_members: Sequence[int], num_below: int) -> list[float]:
     z(w) - z(root). Down, the same way back: what is led below goes to the other members of w, (m_w - k) z(w), and to
     those of each domain above, (m - 1) z.
 
-    Args:
-        num_members: Members of each domain above the link, from the root down to w.
-        num_below: k.
+    `num_members`: members of each domain above the link, from the root down to w.
     """
     factors = [float(count - 1) for count in num_members]
     factors[-1] += 2 - 2 * num_below
@@ -192,7 +182,6 @@ class SymmetryClasses:
     """Tree of classes of equal vertices; class 0 is the root."""
 
     class_of_vertex: list[int]
-    """Class of each vertex."""
     parents: list[int]
     """Class of the vertex above; -1 for the root."""
     counts: list[int]
@@ -204,7 +193,6 @@ class SymmetryClasses:
     origins: list[int] = field(default_factory=list)
     """As in the share tree, of classes."""
     children: list[list[int]] = field(init=False)
-    """Classes of the members."""
     num_members: list[int] = field(init=False)
     """Members of each vertex of this class."""
     depths: list[int] = field(init=False)

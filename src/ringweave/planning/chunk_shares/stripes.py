@@ -31,7 +31,6 @@ class StripeLayout:
     tree: ShareTree
     """Tree that the part goes through."""
     num_units: int
-    """Units of this part."""
     led_by: list[list[UnitRange]]
     """For each domain, the member that leads it, in the order of the part; empty for a rank."""
 
@@ -182,9 +181,7 @@ def _lay_out_symmetric(tree: ShareTree) -> Iterator[list[UnitRange]]:
 def make_stripes(tree: ShareTree, bound_s_per_byte: float | None = None) -> tuple[Stripe, ...]:
     """Return the parts of the message with their chunks and leaders, with a nearly least busy busiest link.
 
-    Args:
-        tree: At least two ranks.
-        bound_s_per_byte: If the whole tree misses this, parts of the message go through trees without some domains.
+    `bound_s_per_byte`: if the whole tree misses this, parts of the message go through trees without some domains.
 
     Returns:
         The parts of the message: their trees of domains, and the sizes of their chunks, in common units. A chunk lies

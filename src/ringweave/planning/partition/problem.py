@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +21,6 @@ class PartitionMemory:
     """Memory that blocks hold and devices have, in one unit, such as bytes."""
 
     limit: tuple[float, ...]
-    """Memory of each device."""
     state: tuple[float, ...]
     """For each block: parameters, gradients and optimizer state."""
     stash: tuple[float, ...]
@@ -83,22 +82,22 @@ class PartitionProblem:
 
 def _check_counts(problem: PartitionProblem) -> None:
     if not problem.work or not problem.work[0]:
-        raise UsageError(explain("work", got=problem.work, expected="a number for each block", do="Give one or more"))
+        raise UsageError("work", got=problem.work, expected="a number for each block", do="Give one or more")
     if not problem.capability:
         do = "Give one or more"
-        raise UsageError(explain("capability", got=problem.capability, expected="a number for each device", do=do))
+        raise UsageError("capability", got=problem.capability, expected="a number for each device", do=do)
     num_kinds = len(problem.work)
     kinds = problem.kinds or (0,) * problem.num_devices
     if (num_kinds > 1 and not problem.kinds) or len(kinds) != problem.num_devices:
         do = "Say for each device which row of work is its own"
-        raise UsageError(explain("kinds", got=problem.kinds, expected=f"{problem.num_devices} indices", do=do))
+        raise UsageError("kinds", got=problem.kinds, expected=f"{problem.num_devices} indices", do=do)
     if not all(0 <= kind < num_kinds for kind in kinds):
         do = "Name rows that there are"
-        raise UsageError(explain("kinds", got=problem.kinds, expected=f"indices below {num_kinds}", do=do))
+        raise UsageError("kinds", got=problem.kinds, expected=f"indices below {num_kinds}", do=do)
     if not problem.allow_empty and problem.num_blocks < problem.num_devices:
         expected = f"at least one for each of the {problem.num_devices} devices"
         do = "Leave devices out, cut the model finer, or allow empty stages (--allow-empty)"
-        raise UsageError(explain("number of blocks", got=problem.num_blocks, expected=expected, do=do))
+        raise UsageError("number of blocks", got=problem.num_blocks, expected=expected, do=do)
 
 
 def _check_numbers(
@@ -107,12 +106,12 @@ def _check_numbers(
     """Raise unless there are as many values as expected, finite, and of the right sign."""
     if len(values) != count:
         do = f"Give one for each {noun_text}"
-        raise UsageError(explain(f"{quantity}: how many", got=len(values), expected=str(count), do=do))
+        raise UsageError(f"{quantity}: how many", got=len(values), expected=str(count), do=do)
     for number, value in enumerate(values, start=1):
         if not math.isfinite(value) or value < 0 or (positive and value == 0):
             expected = "a finite number above 0" if positive else "a finite number, 0 or more"
             noun = noun_text.split(maxsplit=1)[0]
-            raise UsageError(explain(f"{quantity} of {noun} {number}", got=value, expected=expected, do="Correct it"))
+            raise UsageError(f"{quantity} of {noun} {number}", got=value, expected=expected, do="Correct it")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +123,6 @@ class PartitionStage:
     first: int
     """First block, from 1; larger than `last` where the stage is empty."""
     last: int
-    """Last block."""
     compute_s: float
     """Predicted time of forward and backward of one microbatch."""
     transfer_s: float
@@ -178,7 +176,6 @@ class PartitionCosts:
         return self.memory(device, s, j) <= self.limit(device)
 
     def stages(self, splits: Sequence[int]) -> tuple[PartitionStage, ...]:
-        """Return the stages of the partition with these splits."""
         edges = (0, *splits, self.problem.num_blocks)
         return tuple(self._stage(device, s, j) for device, (s, j) in enumerate(itertools.pairwise(edges)))
 
@@ -293,9 +290,7 @@ def merge_layers(layers: Sequence[Layer], max_blocks: int, joined: Collection[in
 def check_complete(names: Sequence[str], held: Iterable[Sequence[str]]) -> None:
     """Raise unless the stages together are the model: every layer once, in order.
 
-    Args:
-        names: Names of the model's layers.
-        held: The names of the layers of each block or stage, in order.
+    `held`: the names of the layers of each block or stage, in order.
 
     Raises:
         UsageError: Another count, or another checksum.
@@ -305,11 +300,11 @@ def check_complete(names: Sequence[str], held: Iterable[Sequence[str]]) -> None:
     if len(found) != len(names):
         odd = sorted(set(names) ^ set(found)) or sorted({name for name in found if found.count(name) > 1})
         expected = f"{len(names)}, as the model has; look at {', '.join(odd[:3])}"
-        raise UsageError(explain("layers in all blocks", got=len(found), expected=expected, do=do))
+        raise UsageError("layers in all blocks", got=len(found), expected=expected, do=do)
     if layer_checksum(found) != layer_checksum(names):
         at = next(index for index, pair in enumerate(zip(found, names, strict=True)) if pair[0] != pair[1])
         expected = f"{names[at]!r}, as in the model"
-        raise UsageError(explain(f"layer {at + 1} of all blocks", got=found[at], expected=expected, do=do))
+        raise UsageError(f"layer {at + 1} of all blocks", got=found[at], expected=expected, do=do)
 
 
 def layer_checksum(names: Iterable[str]) -> str:
@@ -319,19 +314,17 @@ def layer_checksum(names: Iterable[str]) -> str:
 
 def _check_layers(layers: Sequence[Layer], max_blocks: int, joined: Collection[int]) -> None:
     if not layers:
-        raise UsageError(explain("layers", got=0, expected="1 or more", do="Give the model's layers in their order"))
+        raise UsageError("layers", got=0, expected="1 or more", do="Give the model's layers in their order")
     if max_blocks < 1:
-        raise UsageError(explain("blocks", got=max_blocks, expected="1 or more", do="Say how many at most"))
+        raise UsageError("blocks", got=max_blocks, expected="1 or more", do="Say how many at most")
     names = [layer.name for layer in layers]
     if len(set(names)) < len(names):
         twice = next(name for index, name in enumerate(names) if name in names[:index])
-        raise UsageError(
-            explain("name of a layer", got=twice, expected="a name of its own", do="Rename one of the two")
-        )
+        raise UsageError("name of a layer", got=twice, expected="a name of its own", do="Rename one of the two")
     for index in joined:
         if not 0 <= index < len(layers) - 1:
             expected = f"the index of a layer that has one after it, 0 to {len(layers) - 2}"
-            raise UsageError(explain("joined layer", got=index, expected=expected, do="Leave it out"))
+            raise UsageError("joined layer", got=index, expected=expected, do="Leave it out")
 
 
 def _make_block(layers: Sequence[Layer], first: int, end: int) -> Block:

@@ -253,10 +253,7 @@ class _StepPartition:
 def shortest_step_splits(costs: PartitionCosts, num_microbatches: int, splits: tuple[int, ...]) -> tuple[int, ...]:
     """Return splits of the shortest step; of several the least bottleneck, then the smallest from the last on.
 
-    Args:
-        costs: Costs of a problem that has a partition.
-        num_microbatches: 1 or more.
-        splits: A partition of the least bottleneck, to start from.
+    `num_microbatches`: 1 or more.
 
     Cost: some ten passes of O(M n log n); near the least bottleneck few of the n cuts are examined.
     """
@@ -394,7 +391,7 @@ def solve_partition(problem: PartitionProblem, num_microbatches: int | None = No
     """
     if num_microbatches is not None and num_microbatches < 1:
         do = "Give how many a step is cut into"
-        raise UsageError(explain("microbatches", got=num_microbatches, expected="1 or more", do=do))
+        raise UsageError("microbatches", got=num_microbatches, expected="1 or more", do=do)
     costs = PartitionCosts(problem)
     splits = least_bottleneck_splits(costs)
     if splits is None:

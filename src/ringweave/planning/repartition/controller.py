@@ -52,7 +52,6 @@ class WindowedEstimator:
 
     @property
     def value(self) -> float:
-        """Return the current estimate."""
         return statistics.median(value for value, _ in self._windows) if self._windows else self._prior
 
     @property

@@ -53,9 +53,7 @@ class RepartitionPolicy:
 
 def _check_policy_value(name: str, value: float, is_allowed: bool, expected: str) -> None:
     if not (is_allowed and math.isfinite(value)):
-        raise UsageError(
-            explain(f"{name} of the policy", got=value, expected=expected, do="Correct it, or leave it out")
-        )
+        raise UsageError(f"{name} of the policy", got=value, expected=expected, do="Correct it, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

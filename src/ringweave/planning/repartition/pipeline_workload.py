@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.planning.partition.problem import PartitionMemory, PartitionProblem
 from ringweave.sim.pipeline_schedules import PipelineSchedule, generate_pipeline_schedule
 from ringweave.sim.pipeline_simulation import Overheads, PipelineTimeline, StageTimes
@@ -43,7 +43,6 @@ class PipelineWorkload:
     backward_s: tuple[tuple[float, ...], ...]
     """A row for each kind of device, a number for each block."""
     num_devices: int
-    """Number of devices."""
     num_microbatches: int
     """Microbatches of a train step."""
     kinds: tuple[int, ...] = ()
@@ -86,7 +85,7 @@ class PipelineWorkload:
                 _check_row(what, getattr(self, what), self.num_blocks)
         if len(self.forward_s) != len(self.backward_s):
             expected, do = f"{len(self.forward_s)}, as many as of forward_s", "Give a row for each kind of device"
-            raise UsageError(explain("backward_s: how many rows", got=len(self.backward_s), expected=expected, do=do))
+            raise UsageError("backward_s: how many rows", got=len(self.backward_s), expected=expected, do=do)
         if self.devices is None:
             self.problem(PipelineConditions(speeds=(1.0,) * self.num_devices), allow_empty=True)
 
@@ -100,7 +99,6 @@ class PipelineWorkload:
 
     @property
     def placed(self) -> StageDevices:
-        """Devices of each stage."""
         return self.devices or one_device_each(self.num_devices)
 
     def problem(self, conditions: PipelineConditions, *, allow_empty: bool = False) -> PartitionProblem:
@@ -322,8 +320,8 @@ _NO_ROOM_S = 1e9
 def _check_row(name: str, row: Sequence[float], num_blocks: int) -> None:
     if len(row) != num_blocks:
         do = "Give one for each block"
-        raise UsageError(explain(f"{name}: how many", got=len(row), expected=str(num_blocks), do=do))
+        raise UsageError(f"{name}: how many", got=len(row), expected=str(num_blocks), do=do)
     for number, value in enumerate(row, start=1):
         if not (math.isfinite(value) and value >= 0):
             expected, do = "a finite number, 0 or more", "Profile the block again"
-            raise UsageError(explain(f"{name} of block {number}", got=value, expected=expected, do=do))
+            raise UsageError(f"{name} of block {number}", got=value, expected=expected, do=do)

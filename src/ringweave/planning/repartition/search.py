@@ -46,11 +46,7 @@ def predicted_pause_s(
     Their state is copied while a train step runs, so only time beyond the step counts; then the step's gradients are
     sent. The optimizer's step on the new device is not counted, since the old one makes it as well.
 
-    Args:
-        workload: Sizes of the blocks.
-        moved: The moves.
-        conditions: Rates of links; blocks that go further than to the next device load all links between.
-        step_s: Seconds of the step in which the state is copied.
+    `conditions`: rates of links; blocks that go further than to the next device load all links between.
     """
     copying_s = _slowest_link_s(workload.state_bytes, moved, conditions.rates)
     return max(0.0, copying_s - step_s) + _slowest_link_s(workload.gradient_bytes, moved, conditions.rates)

@@ -69,11 +69,7 @@ class NodeAgent:
     ) -> None:
         """Create an agent in phase PENDING.
 
-        Args:
-            channel: Channel to the platform.
-            make_offer: Prepares the desired round, and picks addresses on this node.
-            start_workers: Starts this node's workers with a rendezvous result.
-            clock: Seconds since 1970.
+        `make_offer`: prepares the desired round, and picks addresses on this node.
         """
         self._channel, self._make_offer, self._start_workers, self._clock = channel, make_offer, start_workers, clock
         self._status = AgentStatus(round=0, phase=GroupPhase.PENDING, pid=os.getpid())
@@ -208,7 +204,6 @@ class AgentAssignment:
 
     config: JobConfig
     node: int
-    """Index of the node in the request."""
     attempt: int
     home: Path
     """Folder of this attempt; it contains a run directory per round (`round_run_dir`)."""
@@ -254,10 +249,7 @@ def remove_old_rounds(home: Path) -> None:
 def run_agent(assignment: AgentAssignment, channel: AgentChannel, environ: Mapping[str, str]) -> GroupPhase:
     """Run as a node agent until it may leave; SIGTERM and SIGINT make it leave.
 
-    Args:
-        assignment: Identity and platform objects of the agent.
-        channel: Channel to the platform.
-        environ: Environment that workers inherit; the job's own variables override it.
+    `environ`: environment that workers inherit; the job's own variables override it.
     """
 
     def why_stop() -> str:

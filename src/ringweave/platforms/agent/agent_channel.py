@@ -88,7 +88,6 @@ class AgentStatus:
     coordinator: HostPort | None = None
     """Address of an elastic job's coordinator, of a ready node that has one."""
     cause: EndCause | None = None
-    """Cause of a failure."""
     exit_code: int | None = None
     """Exit code of the first failed worker, if there is one."""
     text: str = ""
@@ -153,10 +152,7 @@ class AgentChannel(abc.ABC):
     ) -> None:
         """Make the credentials of a round available to all agents of the job; those of other rounds are removed.
 
-        Args:
-            round_: Number of the round.
-            credentials: Holder (`worker-3`) -> credentials of its first process, its second, and so on.
-            stop_reason: Called while waiting.
+        `credentials`: holder (`worker-3`) -> credentials of its first process, its second, and so on.
 
         Raises:
             RoundOverError: The round is obsolete, as `stop_reason` says.
@@ -182,10 +178,7 @@ class AgentChannel(abc.ABC):
 def rendezvous_result(config: JobConfig, round_: int, offers: Mapping[str, AgentStatus]) -> RendezvousResult | None:
     """Return the rendezvous result of a round in which the nodes are ready; None if an address is missing.
 
-    Args:
-        config: Config of the job.
-        round_: Number of the round.
-        offers: Node name -> its status when it was ready; of an elastic job, late nodes may be absent.
+    `offers`: node name -> its status when it was ready; of an elastic job, late nodes may be absent.
     """
     first_status, coordinators = offers.get(config.master_node), coordinator_addresses(config, offers)
     servers = server_addresses(config, offers)
@@ -210,9 +203,7 @@ def node_addresses(offers: Mapping[str, AgentStatus]) -> dict[str, str]:
 def coordinator_addresses(config: JobConfig, offers: Mapping[str, AgentStatus]) -> tuple[HostPort, ...] | None:
     """Return the coordinators' addresses, the active one first; empty for a job without, None if one is missing.
 
-    Args:
-        config: Config of the job.
-        offers: Node name -> its status when it was ready.
+    `offers`: node name -> its status when it was ready.
     """
     offered = [offers[name].coordinator if name in offers else None for name in config.coordinator_nodes]
     addresses = tuple(address for address in offered if address is not None)
@@ -222,9 +213,7 @@ def coordinator_addresses(config: JobConfig, offers: Mapping[str, AgentStatus]) 
 def server_addresses(config: JobConfig, offers: Mapping[str, AgentStatus]) -> tuple[HostPort, ...] | None:
     """Return the parameter servers' addresses, the one that leads first; empty without any, None if one is missing.
 
-    Args:
-        config: Config of the job.
-        offers: Node name -> its status when it was ready.
+    `offers`: node name -> its status when it was ready.
     """
     offered = [offers[node.name].server for node in config.nodes if node.name in offers]
     addresses = tuple(address for address in offered if address is not None)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ringweave import topology
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import JobError, explain
+from ringweave.errors import JobError
 from ringweave.files import file_io
 from ringweave.jobs import worker_options
 from ringweave.jobs.records import Job, JsonForm
@@ -41,7 +41,6 @@ class JobConfig:
     """Part of a job that its node agents need."""
 
     job: str
-    """Name of the job."""
     device: str
     """`cuda` or `cpu`."""
     mode: str
@@ -92,7 +91,6 @@ class JobConfig:
 
     @property
     def num_servers(self) -> int:
-        """Number of parameter servers."""
         return len(self.elastic_server_nodes) or int(self.has_server)
 
     @property
@@ -128,7 +126,6 @@ class JobConfig:
         return self.ranks_by_node[self.node(index).name]
 
     def node(self, index: int) -> NodeConfig:
-        """Return a node by its index in the request."""
         return next(node for node in self.nodes if node.index == index)
 
 
@@ -188,7 +185,7 @@ def read_script(path: Path) -> str:
     except (OSError, ValueError) as error:
         is_text = not isinstance(error, UnicodeDecodeError)
         got = getattr(error, "strerror", str(error)) if is_text else "bytes that are no UTF-8"
-        raise JobError(explain(f"script {path}", got=got, expected="a Python file", do=do, where="script")) from error
+        raise JobError(f"script {path}", got=got, expected="a Python file", do=do, where="script") from error
     check_script_text(text, str(path))
     return text
 
@@ -203,11 +200,11 @@ def check_script_text(text: str, path: str) -> None:
         num_bytes = len(text.encode())
     except UnicodeEncodeError as error:
         do, got = "Write it as UTF-8", "characters that are no UTF-8"
-        raise JobError(explain(f"script {path}", got=got, expected="a Python file", do=do, where="script")) from error
+        raise JobError(f"script {path}", got=got, expected="a Python file", do=do, where="script") from error
     if num_bytes > MAX_SCRIPT_BYTES:
         do = "Put the script into a folder with its files, and give that folder as directory"
         expected = f"at most {MAX_SCRIPT_BYTES} (1 MiB), which travel with the job"
-        raise JobError(explain(f"bytes of script {path}", got=num_bytes, expected=expected, do=do, where="script"))
+        raise JobError(f"bytes of script {path}", got=num_bytes, expected=expected, do=do, where="script")
 
 
 JOB_CONFIG_JSON = JsonForm(JobConfig, saved_as="config of the job", indent=2)

@@ -278,13 +278,7 @@ class RoundServices:
     def create_services(
         self, rendezvous: RendezvousResult, run_dir: RunDir, *, initial_members: Sequence[str]
     ) -> list[ServiceProcesses]:
-        """Create the services of the started round on this node; they do not run yet.
-
-        Args:
-            rendezvous: Rendezvous result of the round.
-            run_dir: Run directory of this round on this node.
-            initial_members: Member names of this node's workers, if the job is elastic.
-        """
+        """Create the services of the started round on this node; they do not run yet."""
         prepared = self._prepared if self._prepared is not None and self._prepared.round == rendezvous.round else None
         services: list[ServiceProcesses] = []
         has_pair = len(self._server_nodes) > 1

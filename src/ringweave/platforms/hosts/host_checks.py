@@ -67,10 +67,7 @@ class HostsReport:
 def check_hosts(text: str, python: str | None, *, installs: bool) -> HostsReport:
     """Check all hosts at the same time.
 
-    Args:
-        text: Hosts as `--hosts` names them.
-        python: Interpreter on the hosts that the user names.
-        installs: Install this ringweave there first.
+    `text`: hosts as `--hosts` names them.
 
     Raises:
         UsageError: The text names no hosts.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringweave import topology
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
 from ringweave.topology import Cluster
 
 _NODE_NAME = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,61}[a-z0-9])?")
@@ -28,7 +28,6 @@ class HostSpec:
     """Destination for ssh: an alias of `~/.ssh/config`, a host name or `user@host`; `localhost` without ssh; empty for
     a host that joins."""
     workers: int
-    """Number of workers on this host."""
     address: str | None = None
     """Address at which other hosts reach it; None: the one that the ssh connection arrived at."""
 
@@ -52,7 +51,6 @@ class HostList:
 
     @property
     def reached(self) -> tuple[HostSpec, ...]:
-        """Hosts that ssh reaches."""
         return tuple(host for host in self.hosts if not host.joins)
 
 
@@ -71,14 +69,14 @@ def parse_hosts(text: str) -> HostList:
         path = Path(text)
         if not path.is_file():
             do = "Check the path, or name the hosts: a:2,b:1"
-            raise UsageError(explain("--hosts", got=text, expected="the path of a cluster file", do=do))
+            raise UsageError("--hosts", got=text, expected="the path of a cluster file", do=do)
         return HostList(hosts=hosts_of_cluster(topology.load(path)), cluster_text=path.read_text(encoding="utf-8"))
     numbers = itertools.count(1)
     hosts = tuple(_parse_host(part.strip(), numbers) for part in text.split(","))
     _check_distinct([host.node for host in hosts])
     if all(host.joins for host in hosts):
         do = "Name a host that ssh reaches as well: a:2,join:1. A host called join is user@join"
-        raise UsageError(explain("--hosts", got=text, expected="a host that others can join", do=do))
+        raise UsageError("--hosts", got=text, expected="a host that others can join", do=do)
     return HostList(hosts=tuple(sorted(hosts, key=lambda host: host.joins)))
 
 
@@ -101,7 +99,7 @@ def _parse_host(part: str, join_numbers: Iterator[int]) -> HostSpec:
     node = destination.rpartition("@")[2].strip("[]").lower().replace(":", "-")
     if not destination or destination.startswith("-") or not _NODE_NAME.fullmatch(node):
         do = "Write hosts as ssh takes them, each with its number of workers: a:2,user@b:1"
-        raise UsageError(explain("host of --hosts", got=part, expected="HOST:WORKERS", do=do))
+        raise UsageError("host of --hosts", got=part, expected="HOST:WORKERS", do=do)
     return HostSpec(node=node, destination=destination.strip("[]"), workers=count)
 
 
@@ -113,7 +111,7 @@ def _split_count(part: str) -> tuple[str, int]:
     if not (count.isascii() and count.isdigit() and len(count) < 20 and 1 <= int(count) <= MAX_WORKERS_PER_HOST):
         do = "Write the number of workers after the colon: a:2"
         expected = f"a whole number from 1 to {MAX_WORKERS_PER_HOST}"
-        raise UsageError(explain(f"workers of host {host}", got=count, expected=expected, do=do, where="--hosts"))
+        raise UsageError(f"workers of host {host}", got=count, expected=expected, do=do, where="--hosts")
     return host, int(count)
 
 
@@ -121,4 +119,4 @@ def _check_distinct(names: Sequence[str]) -> None:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         do = f"Add its workers up: {twice}:{names.count(twice)}"
-        raise UsageError(explain("--hosts", got=f"{twice} twice", expected="each host once", do=do))
+        raise UsageError("--hosts", got=f"{twice} twice", expected="each host once", do=do)

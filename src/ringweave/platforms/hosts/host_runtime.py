@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from ringweave import rpc
-from ringweave.errors import JobError, LaunchError, RemoteError, RingweaveError, RpcError, explain
+from ringweave.errors import JobError, LaunchError, RemoteError, RingweaveError, RpcError
 from ringweave.files import file_io, rotation
 from ringweave.jobs import records
 from ringweave.param_server import leadership_log
@@ -214,13 +214,6 @@ def start_host(
 ) -> None:
     """Write this host's part of a run, and start its service; return when the service listens.
 
-    Args:
-        config: Part of this host.
-        entry: Entry of the run.
-        ballot: First promise of this voter.
-        credentials: Those of the host service, and of commands here.
-        timeout_s: Time for the start of the service.
-
     Raises:
         LaunchError: The service does not start.
     """
@@ -248,7 +241,7 @@ def _wait_for_service(folder: HostFolder, address: str, port: int, timeout_s: fl
     lines = rotation.last_lines(folder.service_log)
     got = lines[-1] if lines else "no listener"
     do = f"Check that {address} is an address of this host, and that port {port} is free"
-    raise LaunchError(explain("host service", got=got, expected=f"one that listens on {address}:{port}", do=do))
+    raise LaunchError("host service", got=got, expected=f"one that listens on {address}:{port}", do=do)
 
 
 def end_host(folder: HostFolder) -> None:
@@ -440,7 +433,7 @@ def _check_members(archive: tarfile.TarFile, target: Path) -> None:
 
 def _archive_error(got: str, expected: str) -> LaunchError:
     do = "Look at that host: it runs another program, or another ringweave"
-    return LaunchError(explain("files of a host", got=got, expected=expected, do=do))
+    return LaunchError("files of a host", got=got, expected=expected, do=do)
 
 
 def call_service(folder: HostFolder, message: rpc.RpcMessage) -> messages.RunStatus | None:
@@ -478,9 +471,7 @@ def commit_leadership(
     committed again, since the first attempt may have reached too few hosts. A read record may still get lost with its
     leader: the servers decide by what they append.
 
-    Args:
-        message: The request.
-        change_entry: Commits a change of the newest entry, which is computed again where another thread was faster.
+    `change_entry`: commits a change of the newest entry, which is computed again where another thread was faster.
 
     Raises:
         LaunchError: There is no quorum; the record may or may not be appended.

@@ -19,7 +19,7 @@ from typing import Any
 
 import ringweave
 from ringweave import __version__
-from ringweave.errors import LaunchError, explain
+from ringweave.errors import LaunchError
 from ringweave.files import file_io
 from ringweave.launcher.run_dir import software_versions
 from ringweave.platforms.hosts import install_main
@@ -42,7 +42,6 @@ class Wheel:
     """A wheel in memory."""
 
     name: str
-    """File name."""
     content: bytes
 
     @property
@@ -64,7 +63,7 @@ def installed_wheel() -> Wheel:
     except importlib.metadata.PackageNotFoundError as error:
         do = "Install it: pip install ringweave (in a clone: make setup)"
         got = f"a folder, {Path(ringweave.__file__).parent}"
-        raise LaunchError(explain("ringweave", got=got, expected="an installed one to send", do=do)) from error
+        raise LaunchError("ringweave", got=got, expected="an installed one to send", do=do) from error
     folder = f"ringweave-{distribution.version}.dist-info"
     files = {**_package_files(Path(ringweave.__file__).parent), **_metadata_files(distribution, folder)}
     rows = [f"{path},sha256={_digest_text(content)},{len(content)}" for path, content in files.items()]
@@ -117,10 +116,7 @@ def install_command(python: str | None, program_size: int, *, same: str = sys.ex
 def install_on_hosts(hosts: Sequence[HostSpec], python: str | None, notify: Callable[[str], object]) -> HostsOptions:
     """Install this ringweave, and torch where there is none, on all hosts at the same time; return how to run it.
 
-    Args:
-        hosts: Hosts that ssh reaches.
-        python: Interpreter on the hosts that makes the virtual environment; None: one that is found.
-        notify: Gets a text about each step.
+    `python`: interpreter on the hosts that makes the virtual environment; None: one that is found.
 
     Raises:
         HostError: It cannot be installed on some hosts; the text has one line for each.
@@ -222,10 +218,10 @@ class InstallDialogue:
 
     def _problem(self, parts: Mapping[str, str]) -> HostError:
         words = {key: parts[key] for key in ("got", "expected", "do")}
-        return HostError(explain(f"{parts['what']} on host {self._host.node}", where="--install", **words))
+        return HostError(f"{parts['what']} on host {self._host.node}", where="--install", **words)
 
     def _no_python(self) -> HostError:
         got = f"{self._python} is none" if self._python else "none on its PATH"
         do = "Install one there (Debian: apt install python3 python3-venv), or name one with --python PATH"
         what = f"Python of host {self._host.node}"
-        return HostError(explain(what, got=got, expected="version 3.11 or newer", do=do, where="--install"))
+        return HostError(what, got=got, expected="version 3.11 or newer", do=do, where="--install")

@@ -40,7 +40,6 @@ class InstallRequest:
 
     version: str
     wheel: str
-    """File name of the wheel."""
     digest: str
     """SHA-256 of the wheel in hexadecimal digits."""
     size: int

@@ -101,7 +101,7 @@ class JoinToken:
         except InvalidToken as error:
             do = "Start the run again"
             expected = "some that the token opens"
-            raise UsageError(explain("credentials of this host", got="others", expected=expected, do=do)) from error
+            raise UsageError("credentials of this host", got="others", expected=expected, do=do) from error
         if any(public_key_of(each.authority_pem) != self.authority_key for each in found):
             raise UsageError(_foreign_text("credentials of this host"))
         return found
@@ -124,7 +124,7 @@ class JoinToken:
         body = content[: _KEY_BYTES + _SECRET_BYTES]
         if len(content) != _KEY_BYTES + _SECRET_BYTES + _CHECK_BYTES or content[len(body) :] != _check(body):
             do = "Copy the whole line that ringweave run printed"
-            raise UsageError(explain("token", got=f"{len(text)} characters", expected="80 that fit together", do=do))
+            raise UsageError("token", got=f"{len(text)} characters", expected="80 that fit together", do=do)
         return cls(authority_key=body[:_KEY_BYTES], secret=body[_KEY_BYTES:])
 
     def _fernet(self) -> Fernet:
@@ -158,7 +158,7 @@ class JoinLine:
         host, _, port = where.rpartition(":")
         if not host or not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65536) or not token:
             do = "Copy the whole line that ringweave run printed"
-            raise UsageError(explain("address to join", got=where, expected="HOST:PORT#TOKEN", do=do))
+            raise UsageError("address to join", got=where, expected="HOST:PORT#TOKEN", do=do)
         return cls(address=host.strip("[]"), port=int(port), token=JoinToken.parse(token))
 
 
@@ -224,12 +224,7 @@ def find_seat(entry: RunEntry, request: JoinRequest, now: float) -> JoinSeat:
 def check_joiner(request: JoinRequest, entry: RunEntry, seat: JoinSeat, own: Mapping[str, object], now: float) -> None:
     """Refuse a host that differs in what a run needs equal; its token stays unused.
 
-    Args:
-        request: Request of the joiner.
-        entry: Entry of the run.
-        seat: Seat that it may take.
-        own: Versions of ringweave and torch on a host of the run.
-        now: Seconds since 1970.
+    `own`: versions of ringweave and torch on a host of the run.
 
     Raises:
         JoinRefusedError: ringweave or torch differ, a clock is off, or GPUs are missing.
@@ -345,11 +340,11 @@ def verify_host_certificate(der: bytes, authority_key: bytes, now: datetime | No
     now = now or datetime.now(UTC)
     if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
         do = "Set the clock of this host: timedatectl set-ntp true"
-        raise RefusedError(explain("certificate of the run", got="not valid now", expected="a valid one", do=do))
+        raise RefusedError("certificate of the run", got="not valid now", expected="a valid one", do=do)
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     identity = Identity.parse(names.get_values_for_type(x509.UniformResourceIdentifier)[0])
     if identity.role != HOST_ROLE:
-        raise RefusedError(explain("role of the other end", got=identity.role, expected=HOST_ROLE, do="Call a host"))
+        raise RefusedError("role of the other end", got=identity.role, expected=HOST_ROLE, do="Call a host")
     return identity
 
 

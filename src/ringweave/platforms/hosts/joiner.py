@@ -124,12 +124,7 @@ def _find_unreached(entry: RunEntry) -> str:
 
 
 def _repeat_call(line: JoinLine, request: JoinRequest, interrupts: Sequence[signal.Signals]) -> JoinAnswer:
-    """Return the answer of the run, which is asked again while no leader answers.
-
-    Raises:
-        JobError: The run refuses this host.
-        LaunchError: Nobody has answered in time.
-    """
+    """Return the answer of the run, which is asked again while no leader answers."""
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -141,12 +136,7 @@ def _repeat_call(line: JoinLine, request: JoinRequest, interrupts: Sequence[sign
 
 
 def _call(line: JoinLine, request: JoinRequest) -> JoinAnswer:
-    """Return the answer of the host in the line.
-
-    Raises:
-        JobError: The run refuses this host.
-        RpcError, OSError, LaunchError: It may succeed later.
-    """
+    """Return the answer of the host in the line."""
     authentication = JoinerAuthentication(line.token.authority_key)
     with RpcClient.connect(line.address, line.port, authentication, role=HOST_ROLE) as client:
         try:
@@ -176,11 +166,7 @@ def _request(line: JoinLine, address: str, port: int, relay_port: int) -> JoinRe
 
 
 def _own_address(host: str, port: int) -> str:
-    """Return the address from which this host reaches another one; nothing is sent.
-
-    Raises:
-        LaunchError: There is no way to it.
-    """
+    """Return the address from which this host reaches another one; nothing is sent."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -189,15 +175,11 @@ def _own_address(host: str, port: int) -> str:
     except OSError as error:
         do = "Check the network of this host, and the line"
         what = f"way to {host}"
-        raise LaunchError(explain(what, got=error.strerror or str(error), expected="one", do=do)) from error
+        raise LaunchError(what, got=error.strerror or str(error), expected="one", do=do) from error
 
 
 def _fetch_files(admission: _Admission, folder: HostFolder) -> None:
-    """Fetch the files of the script from the first host that answers.
-
-    Raises:
-        LaunchError: No host gives them.
-    """
+    """Fetch the files of the script from the first host that answers."""
     authentication = TlsAuthentication(admission.credentials[0])
     errors: list[str] = []
     for index, endpoint in enumerate(admission.entry.hosts):

@@ -200,7 +200,6 @@ class JoinAnswer(RpcMessage):
     entry: str
     """JSON of the entry, in which the seat is taken."""
     host: int
-    """Index of the joined host."""
     sealed: str
     """Its credentials, encrypted for its token."""
     term: int
@@ -229,7 +228,6 @@ class JoinRequest(RpcMessage):
     """Port at which its relay takes connections of hosts that cannot be called."""
     hostname: str = pydantic.Field(pattern="^[A-Za-z0-9._-]{1,64}$")
     ringweave: str = pydantic.Field(max_length=64)
-    """Version of ringweave."""
     torch: str = pydantic.Field(max_length=64)
     """Version of torch."""
     time_s: float

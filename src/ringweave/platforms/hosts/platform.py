@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ringweave.errors import JobError, LaunchError, UnknownJobError, explain
+from ringweave.errors import JobError, LaunchError, UnknownJobError
 from ringweave.files.problems import suggest_closest
 from ringweave.jobs import admission
 from ringweave.jobs.admission import AccessPolicy, PermissionCache
@@ -98,12 +98,7 @@ class StartedRunAccess:
         return (), b""
 
     def _ask_all(self, verb: str, *, stops_at_first: bool = False, verb_name: str = "") -> list[dict[str, Any]]:
-        """Return the answers of the hosts that answer.
-
-        Raises:
-            UnknownJobError: All that answer have removed the run.
-            LaunchError: None answers.
-        """
+        """Return the answers of the hosts that answer."""
         answers: list[dict[str, Any]] = []
         errors: list[LaunchError | JobError] = []
         for index in range(len(self._open)):
@@ -145,7 +140,7 @@ class HostRunAccess:
         if status is None:
             do = "Repeat it where the run was started: only there all hosts are reached"
             what = f"{verb} of run {self.read_entry().name}"
-            raise LaunchError(explain(what, got="no host service here", expected="a run that goes on", do=do))
+            raise LaunchError(what, got="no host service here", expected="a run that goes on", do=do)
 
     def read_logs(self, positions: dict[str, str], events: EventLines) -> list[LogPiecesOfHost]:
         own = self._folder.load_config().index
@@ -278,7 +273,7 @@ def find_access(name: str) -> RunAccess:
     names = [run.name for run in run_entry.list_known_runs()] + list(filter(None, map(HostFolder.find_name, folders)))
     do = suggest_closest(name, names) or "See ringweave jobs --on hosts"
     expected = f"one of {', '.join(names)}" if names else "a run that was started here, or has this host"
-    raise UnknownJobError(explain("run", got=name, expected=expected, do=do, where="hosts"))
+    raise UnknownJobError("run", got=name, expected=expected, do=do, where="hosts")
 
 
 def open_service(environ: Mapping[str, str]) -> HostsPlatform:

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ringweave.errors import NotLeaderError, explain
+from ringweave.errors import NotLeaderError
 
 LEASE_S = 2.0
 """Time for which a contact with a quorum counts."""
@@ -50,7 +50,7 @@ def is_quorum(present: Collection[int], voters: Sequence[int]) -> bool:
 def no_leader_error() -> NotLeaderError:
     """Return the error of a request that only the leader of the run can answer."""
     do = "Repeat the command in a few seconds"
-    return NotLeaderError(explain("leader of the run", got="none at the moment", expected="one", do=do))
+    return NotLeaderError("leader of the run", got="none at the moment", expected="one", do=do)
 
 
 class Leadership:

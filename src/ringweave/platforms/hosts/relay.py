@@ -259,13 +259,8 @@ class Relay:
     ) -> None:
         """Create a relay that does nothing yet.
 
-        Args:
-            index: Index of this host.
-            credentials: Credentials of its host service.
-            load_hosts: Returns the hosts of the run as this host knows them.
-            listen_at: Returns the address at which this relay listens for a relayed one: the same, unless several
-                hosts are on one machine.
-            clock: Monotonic seconds.
+        `listen_at`: returns the address at which this relay listens for a relayed one: the same, unless several hosts
+        are on one machine.
         """
         self._index, self._credentials, self._load_hosts, self._clock = index, credentials, load_hosts, clock
         self._own, self._listen_at = load_hosts()[index], listen_at
@@ -294,7 +289,6 @@ class Relay:
 
     @property
     def num_led(self) -> int:
-        """Number of connections that are led now."""
         return len(self._leading)
 
     async def start(self) -> None:
@@ -341,7 +335,6 @@ class Relay:
     # Of a host that only calls out.
 
     async def _keep_link(self, host: int) -> None:
-        """Keep a control connection to a gateway."""
         while True:
             try:
                 reader, writer = await self._call_gateway(host, kind="control")
@@ -602,11 +595,7 @@ class Relay:
         await lead(caller, reached)
 
     async def _reach(self, address: str, port: int) -> FramedStream:
-        """Return a fresh connection to a relayed address.
-
-        Raises:
-            OSError: Its host does not answer, or refuses.
-        """
+        """Return a fresh connection to a relayed address."""
         found = (host for host, table in sorted(self._tables.items()) if port in table.get(address, ()))
         host = next(found, None)
         link = self._links.get(host) if host is not None else None

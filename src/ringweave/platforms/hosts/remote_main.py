@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from ringweave import ports, rpc
-from ringweave.errors import LaunchError, RingweaveError, UnknownJobError, explain
+from ringweave.errors import LaunchError, RingweaveError, UnknownJobError
 from ringweave.files import file_io
 from ringweave.launcher import node_context
 from ringweave.launcher.run_dir import software_versions
@@ -151,7 +151,6 @@ class RemoteProgram:
         return {}, b""
 
     def _lay_out(self, request: Mapping[str, Any], payload: bytes) -> Answer:
-        """Lay the files of a run out in its folder, from the blobs."""
         folder = host_runtime.run_folder(request["run_id"])
         script_files.lay_out(request["files"], folder)
         return {"directory": str(folder.files)}, b""
@@ -256,7 +255,7 @@ def known_run(run_id: str) -> HostFolder:
     folder = host_runtime.run_folder(run_id)
     if not folder.host_config.exists():
         do = "It has been removed, or was never started here"
-        raise UnknownJobError(explain("run", got=run_id, expected="one of this host", do=do))
+        raise UnknownJobError("run", got=run_id, expected="one of this host", do=do)
     return folder
 
 

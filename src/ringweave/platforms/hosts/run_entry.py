@@ -23,7 +23,7 @@ from pathlib import Path
 
 import platformdirs
 
-from ringweave.errors import JobError, LaunchError, UnknownJobError, explain
+from ringweave.errors import JobError, LaunchError, UnknownJobError
 from ringweave.files import file_io
 from ringweave.files.problems import suggest_closest
 from ringweave.jobs import records
@@ -41,13 +41,11 @@ class HostEndpoint:
     """Host of a run as the other hosts know it."""
 
     node: str
-    """Name of its node."""
     destination: str
     """Its ssh destination; empty for a host that has joined by a token."""
     address: str
     """Address at which other hosts reach it; empty for a host that has not joined yet."""
     port: int
-    """Port of its host service."""
     relay_port: int = 0
     """Port at which its relay takes connections of hosts that cannot be called; 0 without."""
 
@@ -57,7 +55,6 @@ class JoinSeat:
     """Place in a run for one host that joins by a token of one use."""
 
     host: int
-    """Index of the host."""
     proof_digest: str
     """SHA-256 of the token's proof, in hexadecimal digits."""
     sealed: str
@@ -318,7 +315,7 @@ def refuse_unreadable(name: str) -> None:
     path = next((path for each, path, _ in unreadable_runs() if each == name), None)
     if path is not None:
         expected = "one whose file can be read"
-        raise JobError(explain("run", got=name, expected=expected, do=UNREADABLE_HINT, where=str(path)))
+        raise JobError("run", got=name, expected=expected, do=UNREADABLE_HINT, where=str(path))
 
 
 def is_run_on_hosts(name: str) -> bool:
@@ -344,7 +341,7 @@ def find_known_run(name: str) -> KnownRun:
         names = [run.name for run in runs]
         do = suggest_closest(name, names) or "See ringweave jobs --on hosts"
         expected = f"one of {', '.join(names)}" if names else "a run that was started from this machine"
-        raise UnknownJobError(explain("run", got=name, expected=expected, do=do))
+        raise UnknownJobError("run", got=name, expected=expected, do=do)
     return found
 
 

@@ -131,15 +131,13 @@ def check_file_list(files: Any) -> list[tuple[str, str, int]]:
         first = error.errors(include_url=False)[0]
         what, expected = "files of the run", f"path, digest and mode of at most {MAX_FILES} files"
         do, where = "Run the same ringweave on all hosts", ".".join(map(str, first["loc"]))
-        raise LaunchError(explain(what, got=first["input"], expected=expected, do=do, where=where)) from error
+        raise LaunchError(what, got=first["input"], expected=expected, do=do, where=where) from error
 
 
 def lay_out(files: Sequence[Sequence[Any]], folder: HostFolder) -> None:
     """Lay the files of a run out in its folder, from the cache.
 
-    Args:
-        files: Path below the directory, digest and mode of each.
-        folder: Folder of the run.
+    `files`: path below the directory, digest and mode of each.
 
     Raises:
         LaunchError: A path leads out of the folder.

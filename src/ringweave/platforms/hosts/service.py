@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ringweave import rpc
-from ringweave.errors import JobError, LaunchError, NotLeaderError, RemoteError, RingweaveError, RpcError, explain
+from ringweave.errors import JobError, LaunchError, NotLeaderError, RemoteError, RingweaveError, RpcError
 from ringweave.files import rotation
 from ringweave.jobs import admission
 from ringweave.jobs.advance import is_finished
@@ -238,7 +238,6 @@ class HostService:
             self._wait_for_quorum(version)
 
     def act_on_host(self, host: int, action: HostAction) -> None:
-        """Let a host apply an action."""
         if host == self.index:
             self._runtime.apply(action)
             self._observe()
@@ -269,7 +268,6 @@ class HostService:
     # What the links use.
 
     def leads(self, term: int) -> bool:
-        """Return whether this host still leads in that term."""
         return self._leadership.is_leader and self._leadership.ballot.term == term and not self._is_forgotten
 
     def note_contact(self, host: int, term: int, their_term: int, sent_s: float) -> None:
@@ -593,12 +591,7 @@ class HostService:
                 return
 
     def _pass_on(self, leader: int, message: rpc.RpcMessage) -> rpc.RpcMessage:
-        """Return the answer of the leader.
-
-        Raises:
-            RpcError: It does not answer.
-            JoinRefusedError: It refuses a joiner.
-        """
+        """Return the answer of the leader."""
         endpoint = self.entry.hosts[leader]
         with RpcClient.connect(endpoint.address, endpoint.port, self.authentication, role=HOST_ROLE) as client:
             try:
@@ -632,7 +625,7 @@ class HostService:
         is_known = index < len(self.entry.hosts) and call.peer.name == self.entry.hosts[index].node
         if call.peer.role != HOST_ROLE or not is_known:
             do = "Nothing to do if the run goes on"
-            raise JobError(explain("sender", got=str(call.peer), expected=f"host {index} of the run", do=do))
+            raise JobError("sender", got=str(call.peer), expected=f"host {index} of the run", do=do)
 
     def _adopt_entry(self, entry: RunEntry) -> None:
         if entry.run_id != self._folder.run_id or entry.version <= self.entry.version:

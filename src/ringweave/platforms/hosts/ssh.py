@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ringweave.errors import JobError, LaunchError, RingweaveError, UnknownJobError, explain, shorten
+from ringweave.errors import JobError, LaunchError, RingweaveError, UnknownJobError, shorten
 from ringweave.files import file_io
 from ringweave.platforms.hosts.host_list import THIS_MACHINE, HostSpec
 from ringweave.platforms.hosts.run_entry import HostsOptions
@@ -129,10 +129,7 @@ class SshConnection:
     def __init__(self, host: HostSpec, command: str, *, python: str | None = None) -> None:
         """Start ssh and wait for the host's greeting.
 
-        Args:
-            host: Host to connect to.
-            command: Command for its shell, as `python_command` returns it.
-            python: Interpreter that the user names, for errors.
+        `command`: command for its shell, as `python_command` returns it.
 
         Raises:
             HostError: The host cannot be reached, does not let us in, or has no ringweave.
@@ -210,11 +207,7 @@ class SshConnection:
         return self._parse_object(line.removeprefix(HELLO))
 
     def _parse_object(self, line: bytes) -> dict[str, Any]:
-        """Parse a line of the program at the other end.
-
-        Raises:
-            HostError: It is no JSON object.
-        """
+        """Parse a line of the program at the other end."""
         try:
             found = file_io.parse_json(line, MAX_LINE_BYTES)
         except ValueError as error:
@@ -282,7 +275,7 @@ class SshConnection:
 
     def _error(self, got: str, do: str) -> HostError:
         what, expected = f"host {self.host.node}", "an answer by ssh"
-        return HostError(explain(what, got=got, expected=expected, do=do, where="--hosts"))
+        return HostError(what, got=got, expected=expected, do=do, where="--hosts")
 
 
 class HostConnections:
@@ -363,7 +356,7 @@ def open_ssh(host: HostSpec, command: str, options: Sequence[str] = ()) -> "subp
         return subprocess.Popen(argv, **pipes, cwd=folder, start_new_session=True)
     except OSError as error:
         do, got = "Install OpenSSH's client, such as Debian's openssh-client", error.strerror or str(error)
-        raise HostError(explain("ssh", got=got, expected="a program on the PATH", do=do)) from error
+        raise HostError("ssh", got=got, expected="a program on the PATH", do=do) from error
 
 
 def ssh_error(host: HostSpec, lines: Sequence[str], exit_code: int) -> HostError:
@@ -374,8 +367,6 @@ def ssh_error(host: HostSpec, lines: Sequence[str], exit_code: int) -> HostError
     for failure in _SSH_FAILURES:
         if re.search(failure.pattern, text):
             do, got = failure.do.format(**words), failure.got
-            return HostError(
-                explain(f"host {host.node}", got=got, expected="an answer by ssh", do=do, where=f"--hosts: {last}")
-            )
+            return HostError(f"host {host.node}", got=got, expected="an answer by ssh", do=do, where=f"--hosts: {last}")
     do = f"Try it by hand: ssh {host.destination} true"
-    return HostError(explain(f"host {host.node}", got=last, expected="an answer by ssh", do=do, where="--hosts"))
+    return HostError(f"host {host.node}", got=last, expected="an answer by ssh", do=do, where="--hosts")

@@ -19,22 +19,9 @@ from ringweave.launcher.local_run import RunOptions
 from ringweave.launcher.output import write_notice
 from ringweave.launcher.run_dir import software_versions
 from ringweave.platforms import submission
-from ringweave.platforms.hosts import attach, host_list, install, join_protocol
+from ringweave.platforms.hosts import attach, host_list, install, join_protocol, run_entry
 from ringweave.platforms.hosts.host_list import HostList, HostSpec
 from ringweave.platforms.hosts.messages import COMMAND_ROLE, HOST_ROLE
-from ringweave.platforms.hosts.run_entry import (
-    ENTRY_JSON,
-    HOST_CONFIG_JSON,
-    HostConfig,
-    HostEndpoint,
-    HostsOptions,
-    JoinSeat,
-    KnownRun,
-    RunEntry,
-    forget_known_run,
-    list_known_runs,
-    save_known_run,
-)
 from ringweave.platforms.hosts.script_files import ScriptFile, collect_files
 from ringweave.platforms.hosts.ssh import HostConnections, HostError, SshConnection, end_run_at_once, run_parallel
 from ringweave.platforms.submission import JobOrigin
@@ -98,7 +85,7 @@ class HostsRunRequest:
     host_list: HostList
     directory: Path
     """Directory of the script on this machine."""
-    options: HostsOptions
+    options: run_entry.HostsOptions
     run_dir: Path | None
     """Folder on this machine that gets the output; None for a job that is not followed by the command."""
     notify: Callable[[str], object]
@@ -109,7 +96,7 @@ class HostsRunRequest:
     """Seconds for which the tokens of joining hosts count."""
 
 
-def start_run(request: HostsRunRequest, connections: HostConnections) -> KnownRun:
+def start_run(request: HostsRunRequest, connections: HostConnections) -> run_entry.KnownRun:
     """Send the files and start the services on all hosts.
 
     Raises:
@@ -123,14 +110,14 @@ def start_run(request: HostsRunRequest, connections: HostConnections) -> KnownRu
         raise
 
 
-def _start_run(request: HostsRunRequest, connections: HostConnections, run_id: str) -> KnownRun:
+def _start_run(request: HostsRunRequest, connections: HostConnections, run_id: str) -> run_entry.KnownRun:
     directories = prepare_files(request, connections.open, run_id)
     has_relay = any(host.joins for host in request.host_list.hosts)
     endpoints = run_parallel(lambda each: open_endpoint(each, request.ports, has_relay=has_relay), connections.open)
     reached = [index for index, host in enumerate(request.host_list.hosts) if not host.joins]
     authority = CertificateAuthority(run_id)
     invitations = _invite(request, connections, endpoints, authority)
-    entry = RunEntry(
+    entry = run_entry.RunEntry(
         run_id=run_id,
         version=(1, 1),
         hosts=_all_endpoints(request.host_list.hosts, endpoints),
@@ -141,7 +128,7 @@ def _start_run(request: HostsRunRequest, connections: HostConnections, run_id: s
             directory=str(request.directory), script_text=None, environ={}, cluster=request.host_list.cluster_text
         ),
     )
-    known = KnownRun(
+    known = run_entry.KnownRun(
         run_id=run_id,
         name=request.job.request.name,
         hosts=request.host_list.reached,
@@ -153,7 +140,7 @@ def _start_run(request: HostsRunRequest, connections: HostConnections, run_id: s
     environ = forwarded_environ(os.environ) | ({PORTS: str(request.ports)} if request.ports else {})
 
     def start(index: int, connection: SshConnection) -> None:
-        config = HostConfig(
+        config = run_entry.HostConfig(
             run_id=run_id,
             index=reached[index],
             node=connection.host.node,
@@ -166,19 +153,19 @@ def _start_run(request: HostsRunRequest, connections: HostConnections, run_id: s
         )
         connection.call(
             "start",
-            config=HOST_CONFIG_JSON.dump(config),
-            entry=ENTRY_JSON.dump(entry),
+            config=run_entry.HOST_CONFIG_JSON.dump(config),
+            entry=run_entry.ENTRY_JSON.dump(entry),
             credentials=authority.issue(HOST_ROLE, connection.host.node).to_text(),
             command=authority.issue(COMMAND_ROLE, connection.host.node).to_text(),
             timeout_s=START_CALL_TIMEOUT_S,
         )
 
     check_reachable(connections.open, endpoints)
-    save_known_run(known)
+    run_entry.save_known_run(known)
     try:
         run_parallel(start, list(range(len(endpoints))), connections.open)
     except BaseException:
-        forget_known_run(known)
+        run_entry.forget_known_run(known)
         raise
     return known
 
@@ -187,7 +174,7 @@ def _start_run(request: HostsRunRequest, connections: HostConnections, run_id: s
 class _Invitations:
     """Seats of the joining hosts, and what leads to them."""
 
-    seats: tuple[JoinSeat, ...]
+    seats: tuple[run_entry.JoinSeat, ...]
     lines: Mapping[str, str]
     """Name of a joining host -> the line to type there."""
     ports: Sequence[int]
@@ -197,7 +184,7 @@ class _Invitations:
 def _invite(
     request: HostsRunRequest,
     connections: HostConnections,
-    endpoints: Sequence[HostEndpoint],
+    endpoints: Sequence[run_entry.HostEndpoint],
     authority: CertificateAuthority,
 ) -> _Invitations:
     """Issue the credentials of all joining hosts now, since the authority's key is forgotten soon."""
@@ -214,23 +201,25 @@ def _invite(
     return _Invitations(seats=tuple(seats), lines=lines, ports=ports)
 
 
-def _all_endpoints(hosts: Sequence[HostSpec], reached: Sequence[HostEndpoint]) -> tuple[HostEndpoint, ...]:
+def _all_endpoints(
+    hosts: Sequence[HostSpec], reached: Sequence[run_entry.HostEndpoint]
+) -> tuple[run_entry.HostEndpoint, ...]:
     """Return an endpoint for each host in the order of the list; one that joins later has no address yet."""
     found = iter(reached)
     return tuple(
-        HostEndpoint(node=host.node, destination="", address="", port=0) if host.joins else next(found)
+        run_entry.HostEndpoint(node=host.node, destination="", address="", port=0) if host.joins else next(found)
         for host in hosts
     )
 
 
 def open_endpoint(
     connection: SshConnection, within: PortRange | None = None, *, has_relay: bool = False
-) -> HostEndpoint:
+) -> run_entry.HostEndpoint:
     """Let the host listen on free ports until its service starts; return where others reach it.
 
     `has_relay` says that it may have to take connections of hosts that cannot be called.
     """
-    return HostEndpoint(
+    return run_entry.HostEndpoint(
         node=connection.host.node,
         destination=connection.host.destination,
         address=connection.host.address or _reachable_address(connection),
@@ -246,7 +235,7 @@ def _reachable_address(connection: SshConnection) -> str:
     return others[0] if address.startswith(("127.", "::1")) and others else address
 
 
-def check_reachable(connections: Sequence[SshConnection], endpoints: Sequence[HostEndpoint]) -> None:
+def check_reachable(connections: Sequence[SshConnection], endpoints: Sequence[run_entry.HostEndpoint]) -> None:
     """Check that every host reaches the port of every other one, which `open_port` holds open.
 
     Raises:
@@ -258,7 +247,7 @@ def check_reachable(connections: Sequence[SshConnection], endpoints: Sequence[Ho
         raise HostError("\n".join([*problems[:8], *more]))
 
 
-def find_unreachable(connections: Sequence[SshConnection], endpoints: Sequence[HostEndpoint]) -> list[str]:
+def find_unreachable(connections: Sequence[SshConnection], endpoints: Sequence[run_entry.HostEndpoint]) -> list[str]:
     """Return one line for each host that does not reach the port of another one."""
 
     def check(connection: SshConnection) -> list[str]:
@@ -270,7 +259,7 @@ def find_unreachable(connections: Sequence[SshConnection], endpoints: Sequence[H
     return [text for texts in run_parallel(check, connections) for text in texts]
 
 
-def _unreachable_text(node: str, endpoint: HostEndpoint, reason: str) -> str:
+def _unreachable_text(node: str, endpoint: run_entry.HostEndpoint, reason: str) -> str:
     do = f"Open TCP between them in the firewall, or give {endpoint.node} another address"
     expected = f"a listener at {endpoint.address} port {endpoint.port}"
     return explain(f"connection from host {node} to {endpoint.node}", got=reason, expected=expected, do=do)
@@ -358,7 +347,7 @@ class HostsRunOptions:
         return Path(program.target).absolute().parent if program.is_script else Path.cwd()
 
 
-def start_job(job: Job, hosts: HostList, directory: Path, options: HostsOptions) -> None:
+def start_job(job: Job, hosts: HostList, directory: Path, options: run_entry.HostsOptions) -> None:
     """Start a submitted job, which nothing follows.
 
     Raises:
@@ -379,7 +368,7 @@ def run_on_hosts(options: HostsRunOptions) -> int:
     connect_options = (
         install.install_on_hosts(hosts.reached, options.python, write_notice)
         if options.install
-        else HostsOptions(python=options.python)
+        else run_entry.HostsOptions(python=options.python)
     )
     with HostConnections(hosts.reached, connect_options) as connections:
         check_hosts(connections.open)
@@ -433,7 +422,7 @@ def _job_request(options: HostsRunOptions, hosts: HostList, connections: HostCon
     has_gpus = all(each.hello["gpus"] >= each.host.workers for each in connections.open)
     bounds = options.run.bounds(hosts.num_workers)
     retries = ELASTIC_RETRIES if bounds else 0
-    names = [run.name for run in list_known_runs()]
+    names = [run.name for run in run_entry.list_known_runs()]
     program = options.run.program
     return JobRequest(
         name=options.name or default_run_name(program.target, time.time(), names),

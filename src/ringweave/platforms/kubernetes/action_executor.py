@@ -34,7 +34,6 @@ class ObservedJob:
 
     @property
     def owner(self) -> JobOwner:
-        """Return the owner of all objects of the job."""
         return JobOwner.from_resource(self.resource)
 
     @property
@@ -46,10 +45,7 @@ class ObservedJob:
 async def fetch_job_objects(client: KubernetesClient, owner: JobOwner, *, runs: bool = True) -> JobObjects:
     """Return the job's objects, without those of another job of the same name, or of others.
 
-    Args:
-        client: Client for reading.
-        owner: The job.
-        runs: The job should run; then its Secret and Service are read too, without which no Pod starts.
+    `runs`: the job should run; then its Secret and Service are read too, without which no Pod starts.
     """
     config = (api_client.CONFIG_MAPS, objects.config_name(owner.name))
     beside = (
@@ -344,11 +340,7 @@ class ActionExecutor:
         )
 
     def _retry_log_later(self, uid: str, error: Exception) -> None:
-        """Check whether to give up on a log whose node does not answer.
-
-        Raises:
-            UnreadLogError: The first failed read is recent; it is tried again.
-        """
+        """Check whether to give up on a log whose node does not answer."""
         now = self._clock()
         since_s = self._unread_log_since_s.setdefault(uid, now)
         if now - since_s < pod_logs.LOG_RETRY_TIMEOUT_S:

@@ -311,7 +311,6 @@ class _JobToken:
     """Token in a job's Secret."""
 
     uid: str
-    """Uid of the job."""
     text: str
     read_s: float
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter
 
-from ringweave.errors import LaunchError, explain
+from ringweave.errors import LaunchError
 from ringweave.files import file_io
 from ringweave.files.rotation import LineReader
 from ringweave.jobs.records import GroupPhase
@@ -303,12 +303,7 @@ class GatewayChannel(AgentChannel):
     def _request_credentials(
         self, method: str, path: str, body: str | None = None, *, round_: int, stop_reason: agent_channel.StopReason
     ) -> str:
-        """Send a request about credentials until there is a final answer, and return its text.
-
-        Raises:
-            RoundOverError: The credentials are not wanted any more, or their round is over.
-            LaunchError: The gateway refuses, or does not answer for too long.
-        """
+        """Send a request about credentials until there is a final answer, and return its text."""
         deadline_s = self._clock() + GATEWAY_TIMEOUT_S
         while True:
             if reason := stop_reason():
@@ -321,7 +316,7 @@ class GatewayChannel(AgentChannel):
             if status in (409, 413) or self._clock() >= deadline_s:
                 do = "Read the operator's log: kubectl -n ringweave-system logs deploy/ringweave-operator"
                 got = f"{status} {text}"
-                raise LaunchError(explain("credentials at the agent gateway", got=got, expected="acceptance", do=do))
+                raise LaunchError("credentials at the agent gateway", got=got, expected="acceptance", do=do)
             self._sleep(GATEWAY_RETRY_S)
 
     def _poll_desired_state(self) -> None:
@@ -374,7 +369,7 @@ def _pop_credentials(holder: str, texts: dict[str, str]) -> Credentials:
 
 def _bad_credentials_error(got: str, where: str) -> LaunchError:
     what, do = "credentials from the agent gateway", "Run the same ringweave in the operator and in its Pods"
-    return LaunchError(explain(what, got=got, expected="the requested credentials", do=do, where=where))
+    return LaunchError(what, got=got, expected="the requested credentials", do=do, where=where)
 
 
 _CREDENTIAL_TEXTS_ADAPTER = TypeAdapter(dict[str, str])

@@ -80,7 +80,7 @@ def unreachable_error(server: str, error: Exception) -> LaunchError:
     """Return the error for a server that does not answer."""
     got = str(error) or type(error).__name__
     do = "Check the kubeconfig (kubectl cluster-info shows whether kubectl gets there), and the network"
-    return LaunchError(explain("Kubernetes API server", got=got, expected="an answer", do=do, where=server))
+    return LaunchError("Kubernetes API server", got=got, expected="an answer", do=do, where=server)
 
 
 _FIXES = {
@@ -251,7 +251,6 @@ class KubernetesClient:
         return (await self._list_pages(kind.path(namespace), params))[0]
 
     async def _list_pages(self, path: str, params: Mapping[str, str]) -> "VersionedList":
-        """Return all objects, and the resourceVersion of the list."""
         found: list[Object] = []
         page = {**params, "limit": str(_PAGE_SIZE)}
         while True:
@@ -379,10 +378,7 @@ class KubernetesClient:
     ) -> AsyncGenerator[str]:
         """Yield the answer line by line: of a watch, or of a followed log.
 
-        Args:
-            path: Path of the request.
-            params: Parameters of the request.
-            silence_s: Time without a byte after which the connection counts as broken; None: never.
+        `silence_s`: time without a byte after which the connection counts as broken; None: never.
 
         Raises:
             ApiError: The request was refused.
@@ -437,7 +433,6 @@ class ConnectionInfo:
     token: str | None = None
 
     def headers(self) -> dict[str, str]:
-        """Return the headers with the credentials."""
         if self.username and self.password:
             basic = base64.b64encode(f"{self.username}:{self.password}".encode()).decode()
             return {"Authorization": f"Basic {basic}"}
@@ -490,7 +485,7 @@ def connection_info(
     if environ.get("KUBERNETES_SERVICE_HOST") and (SERVICE_ACCOUNT_DIR / "token").exists():
         return _from_service_account(environ)
     do = "Set KUBECONFIG to a kubeconfig, or run it in a Pod with a service account"
-    raise LaunchError(explain("Kubernetes", got="no kubeconfig", expected="one, or a service account", do=do))
+    raise LaunchError("Kubernetes", got="no kubeconfig", expected="one, or a service account", do=do)
 
 
 def _from_service_account(environ: Mapping[str, str]) -> ConnectionInfo:
@@ -568,7 +563,7 @@ def _read_file(path: Path) -> str:
 def _bad_file_error(what: str, error: Exception, where: str) -> UsageError:
     got = (error.strerror if isinstance(error, OSError) else None) or str(error)
     do = "Correct the kubeconfig, or let your user read the file"
-    return UsageError(explain(what, got=got, expected="text that can be read", do=do, where=where))
+    return UsageError(what, got=got, expected="text that can be read", do=do, where=where)
 
 
 def _from_plugin(plugin: Mapping[str, Any], home: Path, environ: Mapping[str, str]) -> Mapping[str, str]:
@@ -607,7 +602,7 @@ def _find_section(sections: Mapping[str, Any], name: str | None, section: str, w
     if name is None or name not in sections:
         expected = f"one of {', '.join(sections) or 'none'}"
         do = "Correct the kubeconfig (kubectl config view shows it)"
-        raise UsageError(explain(f"{section} of the kubeconfig", got=name, expected=expected, do=do, where=where))
+        raise UsageError(f"{section} of the kubeconfig", got=name, expected=expected, do=do, where=where)
     return sections[name]
 
 
@@ -619,12 +614,7 @@ async def fetch_permission(
 ) -> Permission:
     """Ask the API server for a permission.
 
-    Args:
-        client: The client to ask with.
-        namespace: Namespace of the jobs.
-        verb: The verb.
-        user: The user; None: the client's own.
-        groups: Groups of the user.
+    `user`: the user; None: the client's own.
 
     Raises:
         ApiError: The client may not ask.

@@ -222,7 +222,6 @@ class ApiRefusal:
     node: int | None
     """Index of the node in the job; None: all."""
     message: str
-    """Message of the API server."""
     what: str = "the Pod"
     """Refused object or change."""
     is_failure: bool = False
@@ -289,15 +288,7 @@ _AT_BARRIER_STATES = (NodeState.READY, NodeState.RUNNING, NodeState.SUCCEEDED)
 def status_from_job(
     job: Job, *, before: Mapping[str, Any], generation: int, events: Sequence[JobEvent], now: float
 ) -> StatusObject:
-    """Return the whole status of an admitted job.
-
-    Args:
-        job: The job with the record to save.
-        before: The status so far.
-        generation: Generation of the spec behind this record.
-        events: New events of this record.
-        now: Seconds since 1970.
-    """
+    """Return the whole status of an admitted job. `generation`: generation of the spec behind this record."""
     saved = records.RECORD_JSON.dump(job.record)
     job, events = _with_platform_options(job), [_event_with_platform_options(job, event) for event in events]
     record = job.record

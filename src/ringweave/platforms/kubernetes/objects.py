@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from ringweave.errors import JobError, explain
+from ringweave.errors import JobError
 from ringweave.jobs.records import CreateGroup, Job
 from ringweave.jobs.request import SERVER_MODES
 from ringweave.platforms.agent import agent_channel, job_config
@@ -131,7 +131,6 @@ class JobOwner:
 
     @property
     def selector(self) -> str:
-        """Return the label selector of all objects of jobs of this name."""
         return f"{JOB_LABEL}={self.name}"
 
 
@@ -159,9 +158,7 @@ def config_map(job: Job, owner: JobOwner, source: str | None) -> Object:
     if num_bytes > MAX_CONFIG_MAP_BYTES - _RENDEZVOUS_RESERVE_BYTES:
         do = "Put the script into the image and give its folder as directory"
         expected = f"at most {MAX_CONFIG_MAP_BYTES - _RENDEZVOUS_RESERVE_BYTES} (1 MiB less the rendezvous result)"
-        raise JobError(
-            explain(f"bytes of the ConfigMap of job {job.request.name}", got=num_bytes, expected=expected, do=do)
-        )
+        raise JobError(f"bytes of the ConfigMap of job {job.request.name}", got=num_bytes, expected=expected, do=do)
     return {"metadata": owner.metadata(config_name(owner.name)), "data": data}
 
 
@@ -274,7 +271,6 @@ class PodSettings:
     image: str | None = None
     """Image of jobs that name none; None: each job must name one."""
     gpu_resource: str = "nvidia.com/gpu"
-    """Resource name of a GPU in this cluster."""
     gateway_url: str = "https://ringweave-operator.ringweave-system.svc:8443"
     """URL of the operator's gateway for agents."""
     gateway_certificate: str = ""
@@ -294,15 +290,7 @@ class PodSettings:
 
 
 def worker_pod(job: Job, owner: JobOwner, action: CreateGroup, *, host: str | None, settings: PodSettings) -> Object:
-    """Return the Pod for a `CreateGroup` action.
-
-    Args:
-        job: As admitted.
-        owner: Its TrainingJob.
-        action: Node, attempt, number of workers and round.
-        host: Required Kubernetes node; None: any.
-        settings: Settings of the operator.
-    """
+    """Return the Pod for a `CreateGroup` action. `host`: required Kubernetes node; None: any."""
     labels = {NODE_LABEL: str(action.node), ATTEMPT_LABEL: str(action.attempt)}
     metadata = owner.metadata(pod_name(owner.name, action.node, action.attempt), **labels)
     metadata["annotations"] = {ROUND_ANNOTATION: str(action.round)}
@@ -394,11 +382,7 @@ def credential_secret(owner: JobOwner, name: str, version: UploadVersion, texts:
 
     No Pod mounts it; only the gateway reads it. It has several texts for each process, each removed when it is used.
 
-    Args:
-        owner: The TrainingJob.
-        name: Name of the Secret.
-        version: Version of the upload.
-        texts: `HOLDER.INCARNATION` -> credentials.
+    `texts`: `HOLDER.INCARNATION` -> credentials.
     """
     metadata = owner.metadata(name)
     metadata["annotations"] = {ROUND_ANNOTATION: str(version[0]), ATTEMPT_LABEL: str(version[1])}

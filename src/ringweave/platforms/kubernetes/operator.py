@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from ringweave.errors import LaunchError, RingweaveError, UsageError, explain
+from ringweave.errors import LaunchError, RingweaveError, UsageError
 from ringweave.platforms import metrics
 from ringweave.platforms.api import JobView
 from ringweave.platforms.kubernetes import agent_gateway, api_client, objects
@@ -354,11 +354,7 @@ async def _lead_until_stopped(
     clock: Callable[[], float],
     ready: asyncio.Event,
 ) -> None:
-    """Manage jobs while the lease is ours, and wait for it again when it is lost, however long the API server is away.
-
-    Raises:
-        ApiError: The API server does not accept our credentials, or we may not have the lease or the gateway's Secret.
-    """
+    """Manage jobs while the lease is ours; wait for it when it is lost, however long the API server is away."""
     while True:
         await election.wait_acquired()
         try:
@@ -379,11 +375,7 @@ async def _lead(
     clock: Callable[[], float],
     ready: asyncio.Event,
 ) -> None:
-    """Manage jobs until the lease is lost; nothing of it runs on after that.
-
-    Raises:
-        LostLeaseError: The lease is not ours any more, or may not be.
-    """
+    """Manage jobs until the lease is lost; nothing of it runs on after that."""
     certificate = await _gateway_certificate(client, settings) if _uses_tls(settings) else None
     pods = settings.pods if certificate is None else replace(settings.pods, gateway_certificate=certificate.certificate)
     gateway = AgentGateway(client, clock)
@@ -473,7 +465,7 @@ def _pod_settings(options: Mapping[str, Any]) -> PodSettings:
             return parse(text)
         except ValueError:
             do = "Write it in Kubernetes' notation"
-            raise UsageError(explain(f"--{option}", got=text, expected=expected, do=do)) from None
+            raise UsageError(f"--{option}", got=text, expected=expected, do=do) from None
 
     def amount(option: str) -> Quantity | None:
         text = options[option.replace("-", "_")]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ruamel.yaml import YAML
 
-from ringweave.errors import JobError, LaunchError, RingweaveError, explain
+from ringweave.errors import JobError, LaunchError, RingweaveError
 from ringweave.jobs import admission, records
 from ringweave.jobs.advance import is_finished, with_pending_retry
 from ringweave.jobs.records import EndCause, Job
@@ -121,7 +121,6 @@ class JobLogReader:
         return sorted(kept, key=lambda pair: (pair[0][1], pair[0][0]))
 
     def _matches_query(self, key: pod_status.AttemptKey) -> bool:
-        """Return whether node, attempt and rank match the query."""
         which, job = self._which, self._job
         is_node = which.node in (None, job.node_name(key[0]))
         has_rank = which.rank is None or which.rank in job.ranks_of_node(key[0])
@@ -414,7 +413,7 @@ def _check_image_directory(request: JobRequest) -> None:
     if request.directory is not None and not Path(request.directory).is_absolute():
         do = "Put the folder into the image and give its path there, or leave directory out"
         expected = "an absolute path in the container image"
-        raise JobError(explain("directory", got=request.directory, expected=expected, do=do, where=request.name))
+        raise JobError("directory", got=request.directory, expected=expected, do=do, where=request.name)
 
 
 def _to_user_error(error: ApiError, what: str) -> LaunchError | JobError:

@@ -148,9 +148,7 @@ def _parse_first_status(texts: Iterable[str]) -> AgentStatus | None:
 def observed_group(pod: Pod, now: float) -> ObservedGroup:
     """Return the worker group of a Pod.
 
-    Args:
-        pod: One of the job's.
-        now: Seconds since 1970. The API server has ends in whole seconds, so an end in this second counts as now.
+    `now`: seconds since 1970. The API server has ends in whole seconds, so an end in this second counts as now.
     """
     key = attempt_key(pod)
     assert key is not None
@@ -197,7 +195,6 @@ def _live_group(pod: Pod) -> ObservedGroup:
 
 
 def _ended_group(pod: Pod, now: float) -> ObservedGroup:
-    """Return the group of a Pod whose worker container has ended."""
     agent_report, status = agent_status(pod), pod["status"]
     ended = container_state(pod).get("terminated") or {}
     ended_s = _end_time_s(ended, now)

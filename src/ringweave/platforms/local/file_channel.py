@@ -47,13 +47,9 @@ class FileAgentChannel(AgentChannel):
     ) -> None:
         """Create the channel; reads nothing yet.
 
-        Args:
-            job: Folder of the job.
-            group: Folder of the agent's group.
-            wait: Waits until the desired state may have changed, at most for these seconds.
-            check_lease: Returns the reason why the agent has to leave; empty while there is none. With a lease, files
-                that cannot be read count as unchanged, because the lease limits how long. None: a removed folder makes
-                the agent leave.
+        `check_lease`: returns the reason why the agent has to leave; empty while there is none. With a lease, files
+        that cannot be read count as unchanged, because the lease limits how long. None: a removed folder makes the
+        agent leave.
         """
         self._job, self._group, self._wait, self._check_lease = job, group, wait, check_lease
         self._desired_state_file = _ParsedFile(group.desired_state, agent_channel.DESIRED_STATE_JSON.parse)

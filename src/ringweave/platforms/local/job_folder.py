@@ -137,7 +137,6 @@ class JobFolder:
         return GroupFolder(root=self.root / "groups" / f"{node}.{attempt}", node=node, attempt=attempt)
 
     def groups(self) -> list[GroupFolder]:
-        """Return the existing groups, by node and attempt."""
         try:
             names = [entry.name.split(".") for entry in (self.root / "groups").iterdir()]
         except FileNotFoundError:
@@ -146,7 +145,6 @@ class JobFolder:
         return [self.group(node, attempt) for node, attempt in sorted(keys)]
 
     def runs(self, node_name: str, attempt: int) -> Path:
-        """Return the folder with the run directories of an attempt."""
         return self.runs_folder / node_name / str(attempt)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ringweave.errors import JobError, LaunchError, explain, shorten
+from ringweave.errors import JobError, LaunchError, shorten
 from ringweave.jobs import records
 from ringweave.jobs.records import DesiredJobState, Job, JobEvent, JobRecord, JsonForm
 from ringweave.jobs.request import JobRequest
@@ -175,15 +175,11 @@ class LocalJobRegistry:
             return _version(connection)
 
     def _error(self, got: str, do: str, *, expected: str = "a file that can be used") -> LaunchError:
-        return LaunchError(explain("registry of jobs", got=got, expected=expected, do=do, where=str(self._path)))
+        return LaunchError("registry of jobs", got=got, expected=expected, do=do, where=str(self._path))
 
     @contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:
-        """Yield a connection.
-
-        Raises:
-            LaunchError: The database is busy, damaged, or cannot be read or written.
-        """
+        """Yield a connection."""
         try:
             with contextlib.closing(
                 sqlite3.connect(self._path, timeout=LOCK_TIMEOUT_S, isolation_level=None)

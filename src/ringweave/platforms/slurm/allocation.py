@@ -114,10 +114,8 @@ class AllocationMonitor:
     def refresh(self, name: str, *, may_request: bool = False) -> MonitoredJob | None:
         """Return the job after everything that can be done for it now; None once it is forgotten.
 
-        Args:
-            name: Name of the job.
-            may_request: Request an allocation if one is wanted. Commands that only look never do: a job must not start
-                because a user looks at it hours later.
+        `may_request`: request an allocation if one is wanted. Commands that only look never do: a job must not start
+        because a user looks at it hours later.
         """
         entry = self._find_unconfirmed(self._registry.find_by_name(name))
         if entry is None:

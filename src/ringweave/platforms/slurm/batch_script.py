@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringweave.errors import JobError, explain
+from ringweave.errors import JobError
 from ringweave.files.problems import suggest_closest
 from ringweave.jobs import split
 from ringweave.jobs.records import Job
@@ -28,7 +28,6 @@ class AllocationComponent:
     """Node of the job as a component of the allocation."""
 
     node: int
-    """Index of the node in the request."""
     workers: int
     host: str | None
     """Requested host; None: any host with free capacity."""
@@ -64,13 +63,11 @@ def check_feasible(job: Job, hosts: Sequence[SlurmHost]) -> None:
         if part.host is None and not _is_default_name(name, part.node):
             do = suggest_closest(name, capacities) or "Leave the names of nodes out to use any machine"
             raise JobError(
-                explain(
-                    "node",
-                    got=name,
-                    expected=f"a machine of Slurm: {_format_capacities(capacities, unit)}",
-                    do=do,
-                    where="slurm",
-                )
+                "node",
+                got=name,
+                expected=f"a machine of Slurm: {_format_capacities(capacities, unit)}",
+                do=do,
+                where="slurm",
             )
     if not _fits_hosts(needed, capacities):
         total, counts = job.request.num_workers, "+".join(str(part.workers) for part in needed)
@@ -82,12 +79,10 @@ def check_feasible(job: Job, hosts: Sequence[SlurmHost]) -> None:
         else:
             do = f"Ask for {' or '.join(totals)}" if totals else "Ask the administrator of the cluster"
         expected = f"at most the capacity of the machines: {_format_capacities(capacities, unit)}"
-        raise JobError(
-            explain(f"{unit} of job {job.request.name}", got=counts, expected=expected, do=do, where="slurm")
-        )
+        raise JobError(f"{unit} of job {job.request.name}", got=counts, expected=expected, do=do, where="slurm")
     if len(needed) > MAX_COMPONENTS:
         do = "Use machines with more GPUs each"
-        raise JobError(explain("nodes", got=len(needed), expected=f"at most {MAX_COMPONENTS} on Slurm", do=do))
+        raise JobError("nodes", got=len(needed), expected=f"at most {MAX_COMPONENTS} on Slurm", do=do)
 
 
 def slurm_job_name(job: Job) -> str:
@@ -123,10 +118,7 @@ def render_batch_script(
 def render_cleanup_script(job: Job, wait_s: float, cleanup_command: Sequence[str]) -> str:
     """Return the batch script of the Slurm job that removes this job after its TTL.
 
-    Args:
-        job: The job to remove.
-        wait_s: Seconds until the removal starts.
-        cleanup_command: Command line of the removal.
+    `wait_s`: seconds until the removal starts.
     """
     options = (f"--job-name=rw-ttl-{job.request.name}", "--output=/dev/null", "--chdir=/", "--nodes=1", "--ntasks=1")
     lines = [*options, f"--begin=now+{int(wait_s)}", "--requeue"]
@@ -151,14 +143,7 @@ exit $code
 
 
 def srun_command(component_index: int, num_components: int, name: str, agent: Iterable[str]) -> list[str]:
-    """Return the command line that runs an agent on the host of a component.
-
-    Args:
-        component_index: Index of the component.
-        num_components: Number of components; a job with one is not heterogeneous.
-        name: Name of the step.
-        agent: Command line of the agent.
-    """
+    """Return the command line that runs an agent on the host of a component."""
     group = [f"--het-group={component_index}"] if num_components > 1 else []
     # --overlap: resources that an earlier step still holds must not delay the next step. The step gets all resources
     # of the component, since it requests no number of its own.

@@ -39,7 +39,6 @@ class Allocation:
     reason: str
     """Slurm's reason for the wait or the end."""
     restarts: int
-    """Number of requeues."""
     hosts: tuple[str, ...]
     """Host of each component; empty while the job is pending."""
     start: str = ""
@@ -106,19 +105,13 @@ def _no_answer_text(command: str, got: str) -> str:
 
 @contextlib.contextmanager
 def _readable(command: str, output: str) -> Iterator[None]:
-    """Turn the error of a parser of a command's output into one that shows the output.
-
-    Raises:
-        LaunchError: The block could not read it.
-    """
+    """Turn the error of a parser of a command's output into one that shows the output."""
     try:
         yield
     except (ValueError, IndexError) as error:
         do = "Run it by hand: a wrapper or a message of the site may be in its output"
         expected = "what Slurm prints (seen: 22.05)"
-        raise LaunchError(
-            explain(f"output of {command}", got=output, expected=expected, do=do, where="slurm")
-        ) from error
+        raise LaunchError(f"output of {command}", got=output, expected=expected, do=do, where="slurm") from error
 
 
 def _parse_host(name: str, row: Sequence[str]) -> SlurmHost:
@@ -135,9 +128,7 @@ class SlurmClient:
     def submit_script(self, script: str, environ: Mapping[str, str]) -> int:
         """Submit a batch script and return its job number.
 
-        Args:
-            script: Text of the script.
-            environ: Environment that the job inherits, with the settings of sbatch (SBATCH_PARTITION, ...).
+        `environ`: environment that the job inherits, with the settings of sbatch (SBATCH_PARTITION, ...).
 
         Raises:
             LaunchError: Slurm refuses the job; the text is Slurm's.

@@ -22,6 +22,7 @@ from ringweave.jobs import advance, records
 from ringweave.jobs.reconcile import reconcile
 from ringweave.jobs.records import JobAction, JobRecord, ObservedJobState
 from ringweave.jobs.states import JobState
+from ringweave.launcher.restarts import MAX_FAILED_STARTS
 from ringweave.platforms import api
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_folder import JobFolder
@@ -37,9 +38,6 @@ CONTROLLER_POLL_S = 0.2
 CLEANUP_LEAD_S = 60.0
 """Lead time of the cleanup job before the end of a TTL, since Slurm starts jobs late; the cleanup waits for the rest.
 """
-MAX_FRUITLESS_REQUEUES = 10
-"""Maximum number of requeues in a row before all nodes of the job ran; then the job fails, as a job whose workers never
-become members does. A job that ran may be preempted any number of times."""
 CONTROLLER_RETRY_S = 1.0
 """Delay after a failed action or observation."""
 
@@ -116,7 +114,7 @@ class SlurmController:
             if entry is None or entry.allocation_state.adopted == self._grant.key:
                 return
             record, count = entry.job.record, _count_fruitless_requeues(entry, self._grant)
-            if count >= MAX_FRUITLESS_REQUEUES:
+            if count >= MAX_FAILED_STARTS:  # a job that ran may be preempted any number of times
                 record = advance.fail_after_preemptions(entry.job, record, ALLOCATION_REVOKED, count, self._clock())
             elif self._has_wanted_groups(record):
                 record = advance.record_after_preemption(record, ALLOCATION_REVOKED)

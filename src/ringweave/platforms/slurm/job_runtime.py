@@ -35,7 +35,6 @@ class AllocationGrant:
     job_ids: tuple[int, ...]
     """Slurm jobs of the components."""
     hosts: tuple[str, ...]
-    """Host of each component."""
 
     @property
     def job_id(self) -> int:
@@ -56,7 +55,6 @@ class SlurmDeps:
     cleanup_command: Sequence[str]
     """Command line that removes a job after its TTL; the job's folder and id are appended."""
     timeouts: SlurmTimeouts
-    """Timeouts for silence."""
     on_boundary: BoundaryHook = lambda boundary: None
     """Called between the steps of an action; crash tests exit there."""
     wall_clock: Callable[[], float] = time.time
@@ -75,16 +73,7 @@ class SlurmJobRuntime(FolderJobRuntime):
         deps: SlurmDeps,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Observe nothing yet.
-
-        Args:
-            folder: Folder of the job.
-            config: Config for its groups.
-            components: Components of the allocation.
-            grant: The allocation; None if there is none now.
-            deps: Dependencies.
-            clock: Monotonic clock, in seconds.
-        """
+        """Observe nothing yet. `grant`: the allocation; None if there is none now."""
         super().__init__(folder, config, deps.environ, deps.on_boundary)
         self._grant, self._deps = grant, deps
         self._component_indices = {part.node: index for index, part in enumerate(components)}
@@ -252,7 +241,6 @@ def _step_name(folder: GroupFolder) -> str:
 
 
 def _file_server_time_s(path: Path) -> float:
-    """Return the time of day of the file server."""
     path.touch()
     return path.stat().st_mtime
 

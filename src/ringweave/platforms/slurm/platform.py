@@ -36,17 +36,7 @@ class SlurmPlatform(Platform):
         timeouts: SlurmTimeouts | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Jobs below a folder.
-
-        Args:
-            root: Folder of the jobs' folders; created if missing.
-            slurm: Client of the cluster.
-            requester: The OS user of this process.
-            environ: Environment that submitted jobs inherit, with the settings of sbatch.
-            policy_rules: Access policy.
-            timeouts: Timeouts for silence.
-            clock: Seconds since 1970.
-        """
+        """Jobs below a folder. `environ`: environment that submitted jobs inherit, with the settings of sbatch."""
         self._registry, self._slurm = SlurmJobRegistry(root), slurm
         self._requester, self._environ, self._clock = requester, dict(environ), clock
         self._permissions = PermissionCache(policy_rules.find_permission)
@@ -58,7 +48,6 @@ class SlurmPlatform(Platform):
     def submit(
         self, request: JobRequest, *, base: Path, script_text: str | None = None, dry_run: bool = False
     ) -> Submission:
-        """Admit the request, record its job, and request its allocation from Slurm."""
         submission.check_platform_keys(request, "slurm")
         self._admit(request, [each.job for each in self._registry.all_entries()])  # before any file named in it is read
         origin = submission.create_origin(request, base, self._environ, script_text)
@@ -89,7 +78,6 @@ class SlurmPlatform(Platform):
         )
 
     def jobs(self) -> Sequence[JobView]:
-        """Return all jobs that the requester may see."""
         now = self._clock()
         self._check_permission("jobs", self._requester, now)
         may_see_all = self._permissions.get_permission(self._requester, "jobs", now).any_owner
@@ -141,11 +129,7 @@ class SlurmPlatform(Platform):
         )
 
     def _forget_if_refused(self, entry: SlurmRegistryEntry, error: Exception) -> None:
-        """Forget a job that Slurm refused, so that its name is free again.
-
-        Raises:
-            LaunchError: Slurm has accepted the job, and the error came later.
-        """
+        """Forget a job that Slurm refused, so that its name is free again."""
         name = entry.job.request.name
         with self._registry.locked_entry(name) as latest:
             if latest is None or latest.id != entry.id:

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from ringweave.errors import LaunchError, explain
+from ringweave.errors import LaunchError
 from ringweave.files import file_io, rotation
 from ringweave.jobs import records
 from ringweave.jobs.records import DesiredJobState, Job, JobEvent, JobRecord, JsonForm
@@ -89,7 +89,7 @@ class SlurmJobRegistry:
         except OSError as error:
             do = "Make it writable, or set XDG_STATE_HOME to a folder that all machines share"
             raise LaunchError(
-                explain("folder of jobs", got=str(error), expected="one that can be written", do=do, where=str(root))
+                "folder of jobs", got=str(error), expected="one that can be written", do=do, where=str(root)
             ) from error
 
     def folder(self, name: str) -> JobFolder:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ringweave.errors import ScheduleError, explain
+from ringweave.errors import ScheduleError
 from ringweave.schedules.compose import compose_allreduce, mirror
 from ringweave.schedules.schedule import Collective, LazyRounds, ReceiveOp, Round, Schedule
 
@@ -81,12 +81,10 @@ def _owners_and_shares(num_ranks: int, shares: Sequence[int] | None) -> tuple[ND
     shares = (1,) * num_ranks if shares is None else tuple(shares)
     if len(shares) != max(0, num_ranks):
         raise ScheduleError(
-            explain(
-                "shares",
-                got=shares,
-                expected=f"one whole number for each of {num_ranks} ranks",
-                do="Give a rank that shall own nothing the share 0",
-            )
+            "shares",
+            got=shares,
+            expected=f"one whole number for each of {num_ranks} ranks",
+            do="Give a rank that shall own nothing the share 0",
         )
     owners = [rank for rank, share in enumerate(shares) if share]
     if not owners:

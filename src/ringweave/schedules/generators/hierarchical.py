@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ringweave.errors import ScheduleError, explain
+from ringweave.errors import ScheduleError
 from ringweave.schedules.compose import concatenate_rounds, mirror
 from ringweave.schedules.generators import ring
 from ringweave.schedules.generators.ring import checked_rank_order
@@ -82,7 +82,7 @@ def _ranks_from_root(what: str, num_ranks: int, root: int, order: Sequence[int] 
     ranks = checked_rank_order(what, num_ranks, order)
     if num_ranks >= 1 and not 0 <= root < num_ranks:
         expected = f"ranks 0..{num_ranks - 1}"
-        raise ScheduleError(explain("root", got=root, expected=expected, do="Name a rank of the group"))
+        raise ScheduleError("root", got=root, expected=expected, do="Name a rank of the group")
     return np.roll(ranks, -int(np.argmax(ranks == root))) if len(ranks) else ranks
 
 
@@ -102,7 +102,7 @@ def check_groups(what: str, groups: Sequence[Sequence[int]]) -> int:
     ranks = [rank for group in groups for rank in group]
     if sorted(ranks) != list(range(len(ranks))):
         expected = f"every rank from 0 to {len(ranks) - 1} in one group"
-        raise ScheduleError(explain(what, got=list(map(list, groups)), expected=expected, do="List each rank once"))
+        raise ScheduleError(what, got=list(map(list, groups)), expected=expected, do="List each rank once")
     return len(ranks)
 
 

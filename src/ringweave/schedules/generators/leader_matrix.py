@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ringweave.errors import ScheduleError, explain
+from ringweave.errors import ScheduleError
 from ringweave.schedules.compose import concatenate_rounds
 from ringweave.schedules.generators import hierarchical, ring
 from ringweave.schedules.schedule import Collective, Round, Schedule
@@ -103,7 +103,7 @@ def arrange_leaders(leaders: Sequence[int], num_columns: int | None = None) -> t
         num_columns = full if high + full <= math.ceil(count / square) + square else square
     if num_columns is None or not 1 <= num_columns <= count:
         expected = f"1 to {count}, the number of leaders"
-        raise ScheduleError(explain("columns of the matrix", got=num_columns, expected=expected, do="Change it"))
+        raise ScheduleError("columns of the matrix", got=num_columns, expected=expected, do="Change it")
     return tuple(tuple(leaders[at : at + num_columns]) for at in range(0, count, num_columns))
 
 

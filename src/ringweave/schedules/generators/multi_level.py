@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ringweave.errors import ScheduleError, explain
+from ringweave.errors import ScheduleError
 from ringweave.schedules.compose import compose_allreduce, compose_side_by_side, concatenate_rounds
 from ringweave.schedules.schedule import Collective, CollectiveKind, LazyRounds, ReceiveOp, Round, Schedule
 
@@ -53,11 +53,9 @@ class DomainLevel:
     """For each run, like the next six."""
     num_chunks: _Ints
     num_members: _Ints
-    """Number of members of its domain."""
     members_at: _Ints
     """Index of its domain's first member in `rank_of` and `domain_of`."""
     leader: _Ints
-    """The domain's leader."""
     place: _Ints
     """Index of the member that leads the domain."""
     owner_place: _Ints
@@ -160,7 +158,6 @@ class DomainTree:
     def _level(
         self, depth: int, leaders: _Ints, heads: _Ints, owners: Sequence[int] | None
     ) -> tuple[DomainLevel, _Ints]:
-        """Return the level, and the domain of each of its runs."""
         domains, owner_places = self._domains[depth], self._owner_places(depth, leaders.shape, owners)
         begins = np.ones(leaders.shape, np.bool_)
         begins[:, 1:] = (leaders[:, 1:] != leaders[:, :-1]) | (owner_places[:, 1:] != owner_places[:, :-1])
@@ -216,14 +213,14 @@ class DomainTree:
                     raise ScheduleError("domain: no members, expected at least one. Leave empty domains out.")
                 if len(domain.leaders) != num_chunks:
                     got, expected = len(domain.leaders), f"{num_chunks}, one per share"
-                    raise ScheduleError(explain("leaders of a domain", got=got, expected=expected, do="Name one each"))
+                    raise ScheduleError("leaders of a domain", got=got, expected=expected, do="Name one each")
 
     def _count_ranks(self) -> int:
         members = (m for domains in self._domains for domain in domains for m in domain.members)
         ranks = sorted(member for member in members if not isinstance(member, Domain))
         if ranks != list(range(len(ranks))):
             expected = f"every rank from 0 to {len(ranks) - 1} once"
-            raise ScheduleError(explain("ranks of the domains", got=ranks, expected=expected, do="List each once"))
+            raise ScheduleError("ranks of the domains", got=ranks, expected=expected, do="List each once")
         return len(ranks)
 
     def _domain_of_ranks(self) -> list[_Ints]:
@@ -243,9 +240,7 @@ class DomainTree:
 
 def _wrong_leader_error(got: object, expected: str, depth: int, at: int) -> ScheduleError:
     where = f"depth {depth}, domain {at}"
-    return ScheduleError(
-        explain("leader of a domain", got=got, expected=expected, do="Choose one of these", where=where)
-    )
+    return ScheduleError("leader of a domain", got=got, expected=expected, do="Choose one of these", where=where)
 
 
 def multi_level(domain: Domain, shares: Sequence[int]) -> Schedule:
@@ -333,7 +328,7 @@ def multi_level_allgather(domain: Domain, shares: Sequence[int], owners: Sequenc
     outside = [owner for owner in owners if not 0 <= owner < tree.num_ranks]
     if outside:
         expected = f"ranks 0..{tree.num_ranks - 1}"
-        raise ScheduleError(explain("owner", got=outside[0], expected=expected, do="Name ranks of the tree"))
+        raise ScheduleError("owner", got=outside[0], expected=expected, do="Name ranks of the tree")
     owner_of_kept, kept_shares = tuple(owners[chunk] for chunk in kept), tuple(shares[chunk] for chunk in kept)
     levels = tree.levels(kept, owners=owner_of_kept)
     climbs = [(f"allgather to leaders at depth {d}", _climb_rounds(level)) for d, level in enumerate(levels)]
@@ -355,7 +350,7 @@ def block_owners(shares: Sequence[int], num_ranks: int) -> tuple[int, ...]:
     owners = tuple(first // per_block if per_block else 0 for first in firsts)
     if rest or any(end > per_block * (owner + 1) for end, owner in zip(ends, owners, strict=True)):
         expected = f"{num_ranks} blocks of equal size, each cut into whole chunks"
-        raise ScheduleError(explain("shares", got=tuple(shares)[:8], expected=expected, do="Cut block by block"))
+        raise ScheduleError("shares", got=tuple(shares)[:8], expected=expected, do="Cut block by block")
     return owners
 
 
@@ -393,9 +388,7 @@ def multi_level_broadcast(domain: Domain, shares: Sequence[int], root: int) -> S
     """
     tree = DomainTree(domain, len(shares))
     if not 0 <= root < tree.num_ranks:
-        raise ScheduleError(
-            explain("root", got=root, expected=f"ranks 0..{tree.num_ranks - 1}", do="Name a rank of the tree")
-        )
+        raise ScheduleError("root", got=root, expected=f"ranks 0..{tree.num_ranks - 1}", do="Name a rank of the tree")
     kept = _chunks_with_share(shares)
     levels = tree.levels(kept, root)
 

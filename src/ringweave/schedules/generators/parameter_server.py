@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ringweave.errors import ScheduleError, explain
+from ringweave.errors import ScheduleError
 from ringweave.schedules.compose import compose_allreduce
 from ringweave.schedules.schedule import Collective, LazyRounds, ReceiveOp, Round, Schedule
 
@@ -47,7 +47,5 @@ def parameter_server(num_ranks: int, root: int = 0) -> Schedule:
 
 def _checked_root(root: int, num_ranks: int) -> int:
     if num_ranks >= 1 and not 0 <= root < num_ranks:
-        raise ScheduleError(
-            explain("root", got=root, expected=f"ranks 0..{num_ranks - 1}", do="Name a rank of the group")
-        )
+        raise ScheduleError("root", got=root, expected=f"ranks 0..{num_ranks - 1}", do="Name a rank of the group")
     return root

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ringweave.errors import ScheduleError, explain
+from ringweave.errors import ScheduleError
 from ringweave.schedules.compose import compose_allreduce
 from ringweave.schedules.schedule import Collective, CollectiveKind, LazyRounds, ReceiveOp, Round, Schedule
 
@@ -130,12 +130,10 @@ def checked_rank_order(what: str, num_ranks: int, order: Sequence[int] | None) -
     ranks = Round.of(range(num_ranks) if order is None else order, 0, 0, ReceiveOp.COPY).src
     if not np.array_equal(np.sort(ranks), np.arange(num_ranks)):
         raise ScheduleError(
-            explain(
-                what,
-                got=ranks.tolist(),
-                expected=f"every rank from 0 to {num_ranks - 1} once",
-                do=f"List the ranks in the order of the {what.split(maxsplit=1)[0]}",
-            )
+            what,
+            got=ranks.tolist(),
+            expected=f"every rank from 0 to {num_ranks - 1} once",
+            do=f"List the ranks in the order of the {what.split(maxsplit=1)[0]}",
         )
     return ranks
 

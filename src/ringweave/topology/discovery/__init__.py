@@ -5,8 +5,6 @@ the leader and gives reasons. `machine_to_node` and `merge_nodes` make a cluster
 """
 
 from ringweave.topology.discovery.leader_choice import (
-    DevicePath,
-    LeaderCandidate,
     LeaderChoice,
     NodesWithRates,
     choose_leader,
@@ -24,28 +22,3 @@ from ringweave.topology.discovery.to_cluster import (
     merge_nodes,
     node_with_workers,
 )
-
-__all__ = [
-    "ComputeDevice",
-    "DevicePath",
-    "LeaderCandidate",
-    "LeaderChoice",
-    "Machine",
-    "MachinePart",
-    "NetworkInterface",
-    "NodesWithRates",
-    "assumed_rate_remarks",
-    "choose_leader",
-    "describe_machine",
-    "device_path",
-    "equivalent_interfaces",
-    "limit_to_visible_gpus",
-    "machine_document",
-    "machine_to_node",
-    "merge_nodes",
-    "node_with_workers",
-    "observe",
-    "observe_links",
-    "read_file",
-    "with_measured_rates",
-]

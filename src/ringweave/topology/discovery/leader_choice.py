@@ -7,7 +7,7 @@ stated ones, NIC by NIC.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ringweave import errors, units
+from ringweave import units
 from ringweave.errors import UsageError
 from ringweave.files.problems import shorten_names, suggest_closest
 from ringweave.topology.cluster import Nic, Node
@@ -125,9 +125,7 @@ class LeaderChoice:
 def choose_leader(machine: Machine, nic_name: str | None = None) -> LeaderChoice:
     """Choose the interface between nodes and the leader.
 
-    Args:
-        machine: The machine.
-        nic_name: The interface to use, by name, RDMA device or PCI address; None leaves the choice to the rules.
+    `nic_name`: the interface to use, by name, RDMA device or PCI address; None leaves the choice to the rules.
 
     Raises:
         UsageError: There is no interface of that name.
@@ -229,13 +227,11 @@ def _interface_by_name(machine: Machine, nic_name: str) -> tuple[int, str]:
         nic.name for nic in machine.interfaces
     ]
     raise UsageError(
-        errors.explain(
-            "--nic",
-            got=nic_name,
-            expected=f"a NIC of {machine.name} ({shorten_names(names, len(names)) or 'it has none'})",
-            do=suggest_closest(nic_name, names) or "Look at the list of ringweave discover without --nic",
-            where=machine.source,
-        )
+        "--nic",
+        got=nic_name,
+        expected=f"a NIC of {machine.name} ({shorten_names(names, len(names)) or 'it has none'})",
+        do=suggest_closest(nic_name, names) or "Look at the list of ringweave discover without --nic",
+        where=machine.source,
     )
 
 

@@ -56,7 +56,6 @@ class ComputeDevice:
     kind: str
     """`cuda` or `cpu`."""
     part: int
-    """Index of its part in the tree."""
     model: str = ""
     """Product name; empty where unknown."""
     bus: str = ""
@@ -103,7 +102,6 @@ class NetworkInterface:
     has_gpudirect: bool | None = None
     """GPUDirect RDMA works with it, as the input states; None where it says nothing."""
     addresses: tuple[str, ...] = ()
-    """Its IP addresses."""
     networks: tuple[str, ...] = ()
     """Its IP addresses with prefix lengths, such as 10.0.0.5/24."""
     driver: str = ""
@@ -279,10 +277,7 @@ class MachineBuilder:
     def add_function(self, parent: int, function: PciFunction, *, lists_interfaces: bool) -> None:
         """Add a PCI function: a GPU, a NIC, or nothing of interest.
 
-        Args:
-            parent: The part that it is attached to.
-            function: The function's description.
-            lists_interfaces: The input lists interfaces, so an adapter without one is not in use.
+        `lists_interfaces`: the input lists interfaces, so an adapter without one is not in use.
         """
         if is_gpu_function(function.pci_class, function.vendor):
             self._add_gpu(self.add_part("pci", f"GPU {function.bus}", parent), function)

@@ -147,10 +147,7 @@ _OSDEV_NUMBERS = {"network": 2, "verbs": 3, "coprocessor": 5}
 def read_hwloc(root: XmlElement, *, where: str, fallback_name: str) -> Machine:
     """Read the machine from a document.
 
-    Args:
-        root: Its root element.
-        where: Name of the document in errors and as the source.
-        fallback_name: Name of the machine where the document has no host name.
+    `fallback_name`: name of the machine where the document has no host name.
 
     Raises:
         UsageError: It is not of a known format, or an object in it is malformed.
@@ -362,10 +359,7 @@ NCCL_ROOT = "system"
 def read_nccl(root: XmlElement, *, where: str, fallback_name: str) -> Machine:
     """Read the machine from a document.
 
-    Args:
-        root: Its root element.
-        where: Name of the document in errors and as the source.
-        fallback_name: Name of the machine, because NCCL's files have none.
+    `fallback_name`: name of the machine, because NCCL's files have none.
 
     Raises:
         UsageError: It is of another version, holds no cpu, or an element in it is malformed.

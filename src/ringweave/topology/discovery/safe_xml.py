@@ -9,7 +9,6 @@ from xml.etree.ElementTree import ParseError
 from defusedxml import DefusedXmlException
 from defusedxml.ElementTree import DefusedXMLParser
 
-from ringweave import errors
 from ringweave.errors import UsageError
 
 MAX_XML_BYTES = 32 * 2**20
@@ -32,7 +31,6 @@ class XmlElement:
     text: str = ""
 
     def find_all(self, tag: str) -> Iterator["XmlElement"]:
-        """Yield its children with a tag."""
         return (child for child in self.children if child.tag == tag)
 
 
@@ -47,9 +45,7 @@ def read_xml(path: Path) -> XmlElement:
             content = file.read(MAX_XML_BYTES + 1)
     except OSError as cause:
         raise UsageError(
-            errors.explain(
-                "topology file", got=str(path), expected="a file that can be read", do=f"{cause.strerror or cause}"
-            )
+            "topology file", got=str(path), expected="a file that can be read", do=f"{cause.strerror or cause}"
         ) from cause
     return parse_xml(content, str(path))
 
@@ -62,13 +58,11 @@ def parse_xml(content: bytes, where: str) -> XmlElement:
     """
     if len(content) > MAX_XML_BYTES:
         raise UsageError(
-            errors.explain(
-                "topology file",
-                got=f"more than {MAX_XML_BYTES // 2**20} MiB",
-                expected=f"at most {MAX_XML_BYTES // 2**20} MiB",
-                do="Export the machine without Misc objects, or check that this is a topology file",
-                where=where,
-            )
+            "topology file",
+            got=f"more than {MAX_XML_BYTES // 2**20} MiB",
+            expected=f"at most {MAX_XML_BYTES // 2**20} MiB",
+            do="Export the machine without Misc objects, or check that this is a topology file",
+            where=where,
         )
     tree = _ElementBuilder(where)
     # hwloc's files name a DTD, so a DTD must be allowed; it is never fetched, and entities are refused.
@@ -88,7 +82,7 @@ def parse_xml(content: bytes, where: str) -> XmlElement:
 
 def topology_file_error(what: str, got: object, expected: str, do: str, where: str) -> UsageError:
     """Return an error in the standard form."""
-    return UsageError(errors.explain(what, got=got, expected=expected, do=do, where=where))
+    return UsageError(what, got=got, expected=expected, do=do, where=where)
 
 
 class _ElementBuilder:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ringweave import errors, units
+from ringweave import units
 from ringweave.errors import UsageError
 from ringweave.files.problems import shorten_names
 from ringweave.topology import placement
@@ -22,11 +22,7 @@ def machine_to_node(
 
     Unknown rates are assumed (`assumed_rate_remarks` lists them).
 
-    Args:
-        machine: The machine.
-        leadership: The choice made on it.
-        name: Name of the node; None is the machine's own.
-        is_given: The user named the interface, so its equivalents are left out.
+    `name`: name of the node; None is the machine's own.
 
     Raises:
         UsageError: The machine has no interface that could be used.
@@ -34,13 +30,11 @@ def machine_to_node(
     """
     if leadership.interface is None:
         raise UsageError(
-            errors.explain(
-                f"network interface of {machine.name}",
-                got="none",
-                expected="one that connects it to other nodes, as a cluster file needs",
-                do="Run discover on the machine itself, or name a PCI function by --nic",
-                where=machine.source,
-            )
+            f"network interface of {machine.name}",
+            got="none",
+            expected="one that connects it to other nodes, as a cluster file needs",
+            do="Run discover on the machine itself, or name a PCI function by --nic",
+            where=machine.source,
         )
     devices = tuple(Device(kind=each.kind, numa=machine.numa_of(each.part)) for each in machine.workers)
     used = machine.interfaces[leadership.interface]
@@ -70,10 +64,7 @@ def node_with_workers(node: Node, num_workers: int, gpus: Sequence[int] | None =
     If there are more workers than GPUs, they share these in turn. The system places workers without GPUs, so their NUMA
     node is known only where there is a single one.
 
-    Args:
-        node: With all devices of the machine.
-        num_workers: Number of workers on the node.
-        gpus: Device index of each worker; None: LOCAL_RANK i has GPU i, by PCI addresses.
+    `gpus`: device index of each worker; None: LOCAL_RANK i has GPU i, by PCI addresses.
 
     Raises:
         ClusterError: There are too many workers, or none.
@@ -160,10 +151,8 @@ def limit_to_visible_gpus(machine: Machine, setting: str | None) -> Machine:
     those of the tree. As in CUDA, the first entry that is no GPU ends the list, and so does a MIG instance, because a
     process can use only one. Where no GPU is left, the devices are processors.
 
-    Args:
-        machine: Machine with NVML's GPU details.
-        setting: Value of CUDA_VISIBLE_DEVICES: numbers, UUIDs or prefixes of UUIDs, of GPUs or MIG instances; None
-            where it is not set.
+    `setting`: value of CUDA_VISIBLE_DEVICES: numbers, UUIDs or prefixes of UUIDs, of GPUs or MIG instances; None where
+    it is not set.
 
     Source: CUDA C++ Programming Guide, environment variables; NVIDIA MIG User Guide, device names.
     """

@@ -351,7 +351,6 @@ def _best_new_edge(
 
 
 def _compatible_candidates(observed: Observations, found: TreeFit, budget: ComputeBudget) -> list[Cut]:
-    """Return further edges that are compatible with the tree of a fit."""
     likely = candidate_edges(observed, found.unexplained, budget)
     return [
         cut

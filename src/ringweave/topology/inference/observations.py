@@ -165,10 +165,7 @@ def rates_across_cut(rates: Mapping[Cut, float], cut: Cut, num_nodes: int) -> tu
 
     Nodes that share a link on their side get parts of it in proportion to their NICs.
 
-    Args:
-        rates: Cut -> bytes per second; includes the cuts around single nodes.
-        cut: The edge; its own rate is ignored.
-        num_nodes: Number of nodes.
+    `rates`: cut -> bytes per second; includes the cuts around single nodes.
     """
     far = opposite_cut(cut, num_nodes)
     sends = {node: rates[1 << node] for node in nodes_inside(cut, num_nodes)}

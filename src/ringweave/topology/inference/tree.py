@@ -51,7 +51,6 @@ class SwitchTree:
     sides: tuple[Cut, ...]
     """Nodes below each switch: its edge is this cut outward, and the opposite cut inward; unused for the root."""
     switch_of_node: tuple[int, ...]
-    """Switch of each node."""
 
 
 def build_switch_tree(edges: Sequence[Cut], num_nodes: int) -> SwitchTree:

@@ -9,14 +9,14 @@ import secrets
 from collections.abc import Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.telemetry import EventLog
 from ringweave.training import gradients
 from ringweave.training.checkpoints import store
@@ -29,17 +29,7 @@ from ringweave.training.rings.shard_source import ShardSource
 _BROADCAST_BYTES = 16 << 20
 
 
-class RankMessages(Protocol):
-    """Messages among all ranks, as far as checkpoints need them."""
-
-    rank: int
-
-    def gather_json(self, document: Mapping[str, object]) -> list[dict]: ...
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor: ...
-
-
-def rank_messages(environ: Mapping[str, str]) -> RankMessages | None:
+def rank_messages(environ: Mapping[str, str]) -> ControlGroup | None:
     """Return the messages among the ranks of the process group; None for a single process.
 
     Raises:
@@ -49,12 +39,10 @@ def rank_messages(environ: Mapping[str, str]) -> RankMessages | None:
         return ControlGroup() if dist.get_world_size() > 1 else None
     if environ.get("WORLD_SIZE", "1") != "1":
         raise TrainingError(
-            explain(
-                "process group",
-                got=None,
-                expected="one, so that all ranks go on from the same checkpoint",
-                do="Call ringweave.prepare or init_process_group before Checkpoints.load",
-            )
+            "process group",
+            got=None,
+            expected="one, so that all ranks go on from the same checkpoint",
+            do="Call ringweave.prepare or init_process_group before Checkpoints.load",
         )
     return None
 
@@ -65,19 +53,15 @@ def agree_on_run(environ: Mapping[str, str]) -> str:
     return f"{int(own if messages is None else messages.broadcast(own)):08x}"
 
 
-def any_rank(messages: RankMessages | None, *, is_true: bool) -> bool:
+def any_rank(messages: ControlGroup | None, *, is_true: bool) -> bool:
     """Return True if it is true on some rank; a collective."""
     return is_true if messages is None else any(said["is"] for said in messages.gather_json({"is": is_true}))
 
 
 def agree_on_checkpoint(
-    own: tuple[CheckpointFile, CheckpointContent] | None, messages: RankMessages
+    own: tuple[CheckpointFile, CheckpointContent] | None, messages: ControlGroup
 ) -> tuple[CheckpointFile, CheckpointContent] | None:
     """Agree on the newest checkpoint of all ranks; ranks without it get its bytes from a rank that has it.
-
-    Args:
-        own: The newest complete checkpoint that this rank has found, if any.
-        messages: The messages of all ranks; every rank calls this function.
 
     Raises:
         TrainingError: On all ranks, if one rank could not read its file to the end, or received damaged bytes.
@@ -100,7 +84,7 @@ def _broadcast_checkpoint(
     own_checkpoint: tuple[CheckpointFile, CheckpointContent] | None,
     best: tuple[int, str],
     source: int,
-    messages: RankMessages,
+    messages: ControlGroup,
 ) -> tuple[CheckpointFile, CheckpointContent]:
     """Broadcast the bytes of the source's file; ranks that have it drop them. If one rank fails, all fail."""
     name = f"step {best[0]} from rank {source}"
@@ -132,13 +116,11 @@ def _raise_on_all_ranks(failures: Sequence[str], source: int, name: str) -> None
     failed = next((rank for rank in (source, *range(len(failures))) if failures[rank]), None)
     if failed is not None:
         raise TrainingError(
-            explain(
-                "checkpoint that all ranks go on from",
-                got=f"rank {failed}: {failures[failed]}",
-                expected="a file that stays whole until all of them have it",
-                do="Leave the folder alone while a job starts, look at that rank's disk, and start again",
-                where=name,
-            )
+            "checkpoint that all ranks go on from",
+            got=f"rank {failed}: {failures[failed]}",
+            expected="a file that stays whole until all of them have it",
+            do="Leave the folder alone while a job starts, look at that rank's disk, and start again",
+            where=name,
         )
 
 
@@ -192,9 +174,7 @@ def check_parts(keep: int, parts: dict[str, Any]) -> None:
         TrainingError: For the first such part, or an invalid number of checkpoints.
     """
     if keep < 1:
-        raise TrainingError(
-            explain("checkpoints to keep", got=keep, expected="at least 1", do="Three leave a way back")
-        )
+        raise TrainingError("checkpoints to keep", got=keep, expected="at least 1", do="Three leave a way back")
     is_served = any(is_server_backed(part) for part in parts.values())
     for name, part in parts.items():
         if is_server_backed(part):
@@ -223,7 +203,7 @@ def check_part_names(saved: CheckpointFile, states: dict[str, Any], parts: dict[
     if (SERVER_PART in states) != (SERVER_PART in parts):
         do = "Go on in the modes that it was saved in: rings (ps-hra and ps) keep their state in a server"
     names = [", ".join(sorted(each)) or "none" for each in (states, parts)]
-    raise TrainingError(explain("parts of a checkpoint", got=names[0], expected=names[1], do=do, where=str(saved.path)))
+    raise TrainingError("parts of a checkpoint", got=names[0], expected=names[1], do=do, where=str(saved.path))
 
 
 def fit_whole_states(parts: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,18 +226,16 @@ def load_part(saved: CheckpointFile, name: str, part: Any, state: Any) -> None:
         part.load_state_dict(state)
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TrainingError(
-            explain(
-                f"part {name} of a checkpoint",
-                got=str(error)[:300],
-                expected="the state of one that is built alike",
-                do="Go on with the model and the options that saved it, or into another folder",
-                where=str(saved.path),
-            )
+            f"part {name} of a checkpoint",
+            got=str(error)[:300],
+            expected="the state of one that is built alike",
+            do="Go on with the model and the options that saved it, or into another folder",
+            where=str(saved.path),
         ) from error
 
 
 def _part_error(name: str, got: str, expected: str, do: str) -> TrainingError:
-    return TrainingError(explain(f"part {name} of checkpoints", got=got, expected=expected, do=do))
+    return TrainingError(f"part {name} of checkpoints", got=got, expected=expected, do=do)
 
 
 def _can_save_shards(model: nn.Module) -> bool:
@@ -303,7 +281,6 @@ class CheckpointReporter:
         self._write_event("checkpoint_refused", rank=rank, train_step=saved.train_step, path=str(saved.path), text=text)
 
     def report_loaded(self, rank: int, saved: CheckpointFile, *, saved_world_size: int, world_size: int) -> None:
-        """Report that training continues from a checkpoint."""
         if rank == 0:
             _LOGGER.info("training goes on after step %d, from %s", saved.train_step, saved.path.name)
         self._write_event(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 
 MAX_DEPTH = 50
 """Limit of nested containers; the states of torch's own optimizers and schedules have five levels."""
@@ -164,7 +164,7 @@ def _array_to_tensor(array: np.ndarray, path: str) -> Tensor:
 
 def _encoding_error(path: str, got: str, expected: str) -> TrainingError:
     do = "Leave it out of the state, or save it on your own"
-    return TrainingError(explain(f"state of {path}", got=got, expected=expected, do=do))
+    return TrainingError(f"state of {path}", got=got, expected=expected, do=do)
 
 
 def capture_rng_state(gpu: torch.device | None = None) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from torch import nn
 
 from ringweave.comm import generation_group
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import RingweaveError, TrainingError, explain
+from ringweave.errors import RingweaveError, TrainingError
 from ringweave.param_server import snapshots
 from ringweave.param_server.messages import ResumeDecision, ServerStatus
 from ringweave.training import gradients
 from ringweave.training.checkpoints import exchange, format, store
-from ringweave.training.checkpoints.exchange import SERVER_PART, CheckpointReporter, RankMessages
+from ringweave.training.checkpoints.exchange import SERVER_PART, CheckpointReporter
 from ringweave.training.checkpoints.format import StateEncoder
 from ringweave.training.checkpoints.store import (
     CheckpointContent,
@@ -26,9 +26,11 @@ from ringweave.training.checkpoints.store import (
     StagingBuffers,
     WriteJob,
 )
+from ringweave.training.collectives import ControlGroup
 from ringweave.training.data.shared_loader import SharedLoader
 from ringweave.training.data.sources import OrderSource
-from ringweave.training.rings.shard_source import OfferedCheckpoint, ShardSource, loader_state
+from ringweave.training.rings.ring_progress import OfferedCheckpoint
+from ringweave.training.rings.shard_source import ShardSource, loader_state
 from ringweave.training.timing import cuda_devices
 
 if TYPE_CHECKING:
@@ -90,10 +92,6 @@ class ServerCheckpoint:
     ) -> int:
         """Let all rings resume from one checkpoint, the newest that any of them has.
 
-        Args:
-            read_newest: Reads the newest complete checkpoint.
-            read_by_checksum: Reads the checkpoint with this checksum.
-
         Returns:
             Finished train steps of all rings.
 
@@ -126,12 +124,10 @@ class ServerCheckpoint:
     def _restore_parts(self, found: FoundCheckpoint | None, decision: ResumeDecision) -> None:
         if found is None:
             raise TrainingError(
-                explain(
-                    "checkpoint that the rings go on from",
-                    got=f"nothing of step {decision.train_step} with check {decision.check} that this worker can read",
-                    expected="its file",
-                    do="Keep the checkpoints of an elastic job on a disk that all its workers reach",
-                )
+                "checkpoint that the rings go on from",
+                got=f"nothing of step {decision.train_step} with check {decision.check} that this worker can read",
+                expected="its file",
+                do="Keep the checkpoints of an elastic job on a disk that all its workers reach",
             )
         saved, content = found
         for name, part in self._parts.items():
@@ -303,7 +299,6 @@ class Checkpoints:
         return gpus[0] if gpus else None
 
     def _submit(self, train_step: int, rank: int, states: dict[str, Any], started_s: float) -> None:
-        """Copy these states and submit them to the writer."""
         encoder = StateEncoder()
         trees = {name: encoder.encode(state, name) for name, state in states.items()}
         self._submit_copy(train_step, rank, {"parts": trees}, encoder.tensors, started_s)
@@ -311,7 +306,6 @@ class Checkpoints:
     def _submit_copy(
         self, train_step: int, rank: int, content: dict[str, Any], tensors: Mapping[str, torch.Tensor], started_s: float
     ) -> None:
-        """Copy these tensors and submit them with the rest of the document."""
         try:
             staged = self._staging.stage(tensors)
         except (MemoryError, RuntimeError) as error:
@@ -380,7 +374,7 @@ class Checkpoints:
             self._loader.count_train_steps(saved.train_step)
         return saved.train_step
 
-    def _load_shards(self, after: int, messages: RankMessages | None) -> tuple[CheckpointFile, int] | None:
+    def _load_shards(self, after: int, messages: ControlGroup | None) -> tuple[CheckpointFile, int] | None:
         """Restore the newest complete checkpoint with shards of a train step later than `after`.
 
         Returns:
@@ -444,12 +438,10 @@ class Checkpoints:
         """Return whether the other members of an elastic job are training already, and would not answer."""
         if self._loader is None and generation_group.is_generation_group():
             raise TrainingError(
-                explain(
-                    "parts of checkpoints of an elastic job",
-                    got=", ".join(sorted(self._parts)) or "none",
-                    expected="the loader that ringweave.prepare returned among them",
-                    do="Give Checkpoints loader=loader, by which a worker that joins knows where the others are",
-                )
+                "parts of checkpoints of an elastic job",
+                got=", ".join(sorted(self._parts)) or "none",
+                expected="the loader that ringweave.prepare returned among them",
+                do="Give Checkpoints loader=loader, by which a worker that joins knows where the others are",
             )
         return self._loader is not None and self._loader.has_joined_late
 
@@ -541,7 +533,7 @@ class Checkpoints:
         else:
             format.restore_rng_state(state, self._gpu)
 
-    def _restore_site(self, saved: CheckpointFile, content: CheckpointContent, messages: exchange.RankMessages) -> None:
+    def _restore_site(self, saved: CheckpointFile, content: CheckpointContent, messages: ControlGroup) -> None:
         """Restore what differs between sites, on all ranks or none; without it all sites have rank 0's."""
         rank, world_size = _rank_and_world_size()
         is_first, found = rank in self._sites[0], None

@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.files import file_io
 from ringweave.training.checkpoints import format, store
-from ringweave.training.checkpoints.exchange import RankMessages
 from ringweave.training.checkpoints.format import DTYPE_BY_NAME, SavedShards, StateEncoder
 from ringweave.training.checkpoints.store import CheckpointFile
+from ringweave.training.collectives import ControlGroup
 
 _OPTIMIZER_STATE = re.compile(r"state\.(\d+)\.")
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -79,7 +79,7 @@ def is_sharded(part: object) -> bool:
     return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
-def agree_on_sets(folder_sets: Sequence[Sequence[CheckpointFile]], messages: RankMessages | None) -> list[Any]:
+def agree_on_sets(folder_sets: Sequence[Sequence[CheckpointFile]], messages: ControlGroup | None) -> list[Any]:
     """Return the complete checkpoints, newest first, that all ranks see.
 
     Raises:
@@ -94,17 +94,15 @@ def agree_on_sets(folder_sets: Sequence[Sequence[CheckpointFile]], messages: Ran
     if blind is not None:
         assert newest is not None
         raise TrainingError(
-            explain(
-                f"sharded checkpoint of step {newest[0]}",
-                got=f"not all of its files on rank {blind}",
-                expected="a folder that all ranks reach",
-                do="Keep checkpoints of a sharded model on a disk of all nodes",
-            )
+            f"sharded checkpoint of step {newest[0]}",
+            got=f"not all of its files on rank {blind}",
+            expected="a folder that all ranks reach",
+            do="Keep checkpoints of a sharded model on a disk of all nodes",
         )
     return [own[key] for key in seen[0] if all(key in keys for keys in seen)]
 
 
-def find_damage(files: Sequence[CheckpointFile], messages: RankMessages | None) -> list[str]:
+def find_damage(files: Sequence[CheckpointFile], messages: ControlGroup | None) -> list[str]:
     """Return what is wrong with the files of a checkpoint; each file is read by one rank, and all know of it."""
     rank, step = (0, 1) if messages is None else (messages.rank, len(messages.gather_json({})))
     found = []
@@ -186,7 +184,7 @@ class ShardReader:
 
     def _error(self, saved: CheckpointFile, got: str) -> TrainingError:
         expected, do = f"a whole file of format {store.FORMAT}", "Remove this checkpoint, and load the one before it"
-        return TrainingError(explain("sharded checkpoint", got=got, expected=expected, do=do, where=str(saved.path)))
+        return TrainingError("sharded checkpoint", got=got, expected=expected, do=do, where=str(saved.path))
 
 
 def fit_state(part: Any, state: Any, read: Callable[[SavedShards, _Box], Tensor]) -> Any:
@@ -231,7 +229,6 @@ def fit_state(part: Any, state: Any, read: Callable[[SavedShards, _Box], Tensor]
 
 
 def _collect(value: Any, path: str, found: dict[str, Tensor]) -> None:
-    """Collect the tensors of a state by their paths."""
     if isinstance(value, Tensor):
         found[path] = value
     elif isinstance(value, Mapping):

@@ -159,9 +159,7 @@ class CheckpointContent:
 def list_checkpoints(folder: Path, *, rank: int | None = None) -> list[CheckpointFile]:
     """Return the checkpoint files of a folder, newest train step first; none if there is no folder.
 
-    Args:
-        folder: Folder of the checkpoints.
-        rank: Only files of this rank; None means all.
+    `rank`: only files of this rank; None means all.
     """
     found = [saved for saved in map(_parse_file_name, _list_paths(folder)) if saved and rank in (None, saved.rank)]
     return sorted(found, key=lambda saved: (saved.train_step, _modified_s(saved.path)), reverse=True)
@@ -238,9 +236,7 @@ def remove_partials(folder: Path) -> None:
 def read_checkpoint(saved: CheckpointFile, source: Path | None = None) -> CheckpointContent:
     """Read a checkpoint into memory of its own.
 
-    Args:
-        saved: The checkpoint file.
-        source: Path of its bytes; None means its own file.
+    `source`: path of its bytes; None means its own file.
 
     Raises:
         TrainingError: It is damaged, or was written by a newer ringweave.
@@ -344,7 +340,7 @@ def _damaged_error(
     saved: CheckpointFile, got: str, do: str = "The one before it is taken; remove this one"
 ) -> TrainingError:
     expected = f"a whole file of format {FORMAT} with check {saved.checksum}"
-    return TrainingError(explain("checkpoint", got=got, expected=expected, do=do, where=str(saved.path)))
+    return TrainingError("checkpoint", got=got, expected=expected, do=do, where=str(saved.path))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

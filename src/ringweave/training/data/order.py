@@ -15,7 +15,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.planning import balancing
 from ringweave.planning.balancing.epochs import Indices
 from ringweave.planning.balancing.shares import Shares
@@ -109,14 +109,14 @@ def evaluation_samples(loader: DataLoader) -> Sequence[int]:
     sampler, what = loader.sampler, "loader to be split"
     if isinstance(loader.dataset, IterableDataset):
         do = "Let the stream itself give each rank its part"
-        raise TrainingError(explain(what, got="one of a stream", expected="a data set with an index", do=do))
+        raise TrainingError(what, got="one of a stream", expected="a data set with an index", do=do)
     total = len(loader.dataset)  # pyrefly: ignore - every data set with an index has a length
     draws_anew = isinstance(sampler, WeightedRandomSampler) or (
         isinstance(sampler, RandomSampler) and (sampler.replacement or len(sampler) != total)
     )
     if draws_anew:
         expected, do = "samples that are the same for every rank", "Name them by a Subset of the data set"
-        raise TrainingError(explain(what, got=f"one with {type(sampler).__name__}", expected=expected, do=do))
+        raise TrainingError(what, got=f"one with {type(sampler).__name__}", expected=expected, do=do)
     if isinstance(sampler, (RandomSampler, SequentialSampler, DistributedSampler)):
         return range(total)
     return sorted(int(index) for index in sampler)
@@ -126,14 +126,14 @@ def _fixed_batch_size(loader: DataLoader) -> int:
     if loader.batch_size is None or type(loader.batch_sampler) not in (BatchSampler, type(None)):
         what, got = "batches of the loader", type(loader.batch_sampler).__name__
         do = "Give the DataLoader batch_size, and a sampler where needed, but no batch_sampler"
-        raise TrainingError(explain(what, got=got, expected="batches of a fixed size", do=do))
+        raise TrainingError(what, got=got, expected="batches of a fixed size", do=do)
     return loader.batch_size
 
 
 def _stream_spec(loader: DataLoader, batch_size: int) -> LoaderSpec:
     if loader.num_workers:
         do = "Set num_workers=0, or use a data set with an index"
-        raise TrainingError(explain("workers of a loader of a stream", got=loader.num_workers, expected="none", do=do))
+        raise TrainingError("workers of a loader of a stream", got=loader.num_workers, expected="none", do=do)
     return LoaderSpec(
         batch_samples=batch_size, num_samples=None, order="stream", drop_last=loader.drop_last, num_prefetched=0
     )

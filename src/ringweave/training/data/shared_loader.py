@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 from torch.utils.data import DataLoader, Subset
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.data import order
 from ringweave.training.data.order import Portion
@@ -52,12 +52,12 @@ class SampleWeightTable:
         num_samples = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
         if len(weights) != num_samples:
             expected = "a data set with a length" if num_samples is None else f"{num_samples}"
-            raise TrainingError(explain(what, got=f"{len(weights)} of them", expected=expected, do=do))
+            raise TrainingError(what, got=f"{len(weights)} of them", expected=expected, do=do)
         found = cls(weights)
         bad = np.flatnonzero(~(np.isfinite(found._weights) & (found._weights >= 0)))
         if len(bad):
             got = f"{found._weights[bad[0]]} of sample {bad[0]}"
-            raise TrainingError(explain(what, got=got, expected="numbers from 0 on", do=do))
+            raise TrainingError(what, got=got, expected="numbers from 0 on", do=do)
         return found
 
 
@@ -76,7 +76,7 @@ class BatchWeight:
         weight = float(self._weigh_batch(batch)) if len(own.indices) else 0.0
         if not (math.isfinite(weight) and weight >= 0):
             do = "Return the number of tokens, or the sum of weights, of the batch"
-            raise TrainingError(explain("weight of a batch", got=weight, expected="a number from 0 on", do=do))
+            raise TrainingError("weight of a batch", got=weight, expected="a number from 0 on", do=do)
         return weight, self._control.start_sum(weight)
 
     def weigh_range(self, own: Portion, batch: Any, first: int, until: int) -> float:
@@ -184,7 +184,6 @@ class SharedLoader:
 
     @property
     def timer(self) -> StepTimer:
-        """Timer of the train steps."""
         return self._timer
 
     @property
@@ -276,12 +275,10 @@ class SharedLoader:
         if isinstance(self.source, OrderSource):
             return self.source
         raise TrainingError(
-            explain(
-                "state of a loader in rings",
-                got="asked for",
-                expected="none: the parameter server knows the position in the data",
-                do="Save it with ringweave.Checkpoints(..., loader=loader)",
-            )
+            "state of a loader in rings",
+            got="asked for",
+            expected="none: the parameter server knows the position in the data",
+            do="Save it with ringweave.Checkpoints(..., loader=loader)",
         )
 
 

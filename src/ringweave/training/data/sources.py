@@ -199,7 +199,6 @@ class SampleSource(abc.ABC, Generic[MembershipT]):
         self._pass_epoch = epoch
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """Yield the numbers of the remaining epochs."""
         while (number := self.membership.epoch_to_continue(self._pass_epoch)) < num_epochs:
             if self._pass_epoch != number:
                 self.set_epoch(number)

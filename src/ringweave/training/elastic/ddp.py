@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import unserializable_hook
 
 from ringweave.comm.gloo import make_single_gloo
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.training import gradients
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.gradients import SampleWeights
@@ -43,7 +43,7 @@ def wrap_elastic_ddp(
     """
     if options.get("static_graph"):
         do = "Leave static_graph out: a worker that joins could not have the same buckets as the others"
-        raise TrainingError(explain("option static_graph of an elastic job", got=True, expected="False", do=do))
+        raise TrainingError("option static_graph of an elastic job", got=True, expected="False", do=do)
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     usage = ParameterUsage(weights)
     all_options: dict[str, Any] = {**options, "find_unused_parameters": True}
@@ -61,7 +61,7 @@ def _refuse_hook(state: object, hook: object) -> None:
     del state
     do = "Leave the hook out, or train without --elastic"
     name = getattr(hook, "__name__", repr(hook))
-    raise TrainingError(explain("communication hook of an elastic job", got=name, expected="none", do=do))
+    raise TrainingError("communication hook of an elastic job", got=name, expected="none", do=do)
 
 
 class ParameterUsage:

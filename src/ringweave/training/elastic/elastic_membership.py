@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.planning import balancing
 from ringweave.planning.balancing import SampleAccount
 from ringweave.planning.balancing.epochs import Indices
@@ -202,13 +202,11 @@ class ElasticMembership(SessionMembership):
 
 def _aborted_before_step_error() -> TrainingError:
     return TrainingError(
-        explain(
-            "pass of the loader of an elastic job",
-            got="broken off before its first train step",
-            expected="train steps",
-            do="Look at a batch of the DataLoader that prepare was given: a worker that joins has to draw what the "
-            "others draw, and cannot look at a batch that they have drawn before",
-        )
+        "pass of the loader of an elastic job",
+        got="broken off before its first train step",
+        expected="train steps",
+        do="Look at a batch of the DataLoader that prepare was given: a worker that joins has to draw what the "
+        "others draw, and cannot look at a batch that they have drawn before",
     )
 
 
@@ -220,10 +218,8 @@ def check_elastic_data(spec: LoaderSpec) -> None:
     """
     if spec.order in ("stream", "sampled"):
         raise TrainingError(
-            explain(
-                "data of an elastic job",
-                got="a stream" if spec.order == "stream" else "a sampler of the script's own",
-                expected="a data set with an index, in sequence or shuffled",
-                do="Leave out the sampler, so that a worker that joins can know the order",
-            )
+            "data of an elastic job",
+            got="a stream" if spec.order == "stream" else "a sampler of the script's own",
+            expected="a data set with an index, in sequence or shuffled",
+            do="Leave out the sampler, so that a worker that joins can know the order",
         )

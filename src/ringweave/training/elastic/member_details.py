@@ -11,7 +11,7 @@ import pydantic
 from pydantic import ConfigDict, Field
 
 from ringweave.comm.transport.interface import TransferFailedError
-from ringweave.errors import DisagreementError, MembershipError, RingweaveError, TrainingError, explain
+from ringweave.errors import DisagreementError, MembershipError, RingweaveError, TrainingError
 from ringweave.files import file_io
 from ringweave.membership.member_rules import StopTraining
 from ringweave.membership.membership_records import Membership, MemberStatus
@@ -91,7 +91,7 @@ def as_ringweave_error(error: Exception) -> RingweaveError:
     if isinstance(error, RingweaveError):
         return error
     refusal = TrainingError(
-        explain("elastic training", got=repr(error), expected="no failure", do="Report this as a bug of ringweave")
+        "elastic training", got=repr(error), expected="no failure", do="Report this as a bug of ringweave"
     )
     refusal.__cause__ = error
     return refusal
@@ -202,4 +202,4 @@ def _parse_text(what: str, member: str, text: str, max_chars: int, read: Callabl
 
 def _details_error(what: str, member: str, got: str, expected: str) -> TrainingError:
     do = "Run the same ringweave on all workers"
-    return TrainingError(explain(f"{what} of worker {member}", got=got, expected=expected, do=do))
+    return TrainingError(f"{what} of worker {member}", got=got, expected=expected, do=do)

@@ -16,7 +16,7 @@ from ringweave import rpc
 from ringweave.comm import default_group, generation_group
 from ringweave.comm.generation_group import GenerationGroups
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.jobs import modes
 from ringweave.membership import messages
 from ringweave.membership.client import MembershipClient
@@ -175,12 +175,10 @@ def refuse_process_group() -> None:
     """
     if dist.is_initialized():
         raise TrainingError(
-            explain(
-                "process group of an elastic job",
-                got="one that the script has made",
-                expected="none before prepare",
-                do="Leave out init_process_group: prepare makes a new one whenever workers come or go",
-            )
+            "process group of an elastic job",
+            got="one that the script has made",
+            expected="none before prepare",
+            do="Leave out init_process_group: prepare makes a new one whenever workers come or go",
         )
 
 

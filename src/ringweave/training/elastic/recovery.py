@@ -26,7 +26,7 @@ from pydantic import Field
 from torch import Tensor
 
 from ringweave.environment import EXACT
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.files import file_io
 from ringweave.membership.membership_records import Membership, furthest_status
 from ringweave.membership.messages import MAX_LAYOUT_CHARS
@@ -175,7 +175,7 @@ class ReplayLog:
 def replay_error(own: str, others: str) -> TrainingError:
     """Return the error for a script that replays another operation than the others did."""
     do = "Let what a script calls depend on nothing that a worker that joins does not have: give it as extra_state"
-    return TrainingError(explain("operation of a worker that catches up", got=own, expected=others, do=do))
+    return TrainingError("operation of a worker that catches up", got=own, expected=others, do=do)
 
 
 BucketLayout = Sequence[Sequence[Any]]
@@ -231,7 +231,7 @@ def layout_of_text(text: str) -> list[list[Any]]:
 
 def _layout_error(got: str, expected: str) -> TrainingError:
     do = "Run the same ringweave on all workers"
-    return TrainingError(explain("layout of the buckets", got=got, expected=expected, do=do))
+    return TrainingError("layout of the buckets", got=got, expected=expected, do=do)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -432,7 +432,7 @@ class CatchUp:
         own, others = ([(each.numel(), each.dtype) for each in sums] for sums in (backward.sums, logged.sums))
         if own != others:
             do = "Build the model and give prepare the same on all workers"
-            raise TrainingError(explain("buckets of this worker's gradients", got=own, expected=f"{others}", do=do))
+            raise TrainingError("buckets of this worker's gradients", got=own, expected=f"{others}", do=do)
         self._trainer.apply_commit(logged.commit)
         is_last = self._member in logged.commit.caught_up
         if is_last:

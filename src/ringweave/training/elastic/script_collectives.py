@@ -254,7 +254,7 @@ def check_reported_operations(statuses: Sequence[MemberStatus], texts: Sequence[
 
 
 def _mismatch_error(member: str, got: str, expected: str) -> TrainingError:
-    return TrainingError(explain(f"operation of worker {member}", got=got, expected=expected, do=_DO))
+    return TrainingError(f"operation of worker {member}", got=got, expected=expected, do=_DO)
 
 
 def result_of_rows(headers: Sequence[OperationHeader], members: Sequence[str], rows: Tensor) -> CollectiveResult:
@@ -328,12 +328,10 @@ class StartupLog:
                     return result
             known = ", ".join(each.text for each in self._results[first:]) or "no more"
         raise TrainingError(
-            explain(
-                "collective of a worker that joined, before its first train step",
-                got=call.signature,
-                expected=f"one that the first workers called there, with {MAX_STARTUP_BYTES >> 10} KiB in all: {known}",
-                do="Call the same collectives before the first train step on a worker that joins",
-            )
+            "collective of a worker that joined, before its first train step",
+            got=call.signature,
+            expected=f"one that the first workers called there, with {MAX_STARTUP_BYTES >> 10} KiB in all: {known}",
+            do="Call the same collectives before the first train step on a worker that joins",
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -352,7 +350,7 @@ class StartupLog:
         except (ValueError, KeyError, TypeError, OverflowError, RuntimeError, AttributeError) as cause:
             do = "Run the same ringweave on all workers"
             raise TrainingError(
-                explain("collectives before the first train step", got=repr(cause), expected="a log of them", do=do)
+                "collectives before the first train step", got=repr(cause), expected="a log of them", do=do
             ) from cause
         with self._lock:
             self._has_ended, self._results, self._next = has_ended, results, 0 if has_ended else None

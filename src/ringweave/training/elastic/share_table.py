@@ -9,7 +9,7 @@ from typing import Annotated
 import pydantic
 from pydantic import Field
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.files import file_io
 from ringweave.membership.messages import MAX_BATCH_SHARES_CHARS, MAX_MEMBERS, MEMBER_PATTERN
 from ringweave.planning import balancing
@@ -210,5 +210,5 @@ def shares_of_text(text: str) -> list[BatchShares]:
 
 def _shares_error(got: str, expected: str) -> TrainingError:
     return TrainingError(
-        explain("batches that were drawn", got=got, expected=expected, do="Run the same ringweave on all nodes")
+        "batches that were drawn", got=got, expected=expected, do="Run the same ringweave on all nodes"
     )

@@ -21,7 +21,7 @@ from typing_extensions import Buffer
 
 from ringweave import rpc
 from ringweave.comm.peer_data import call_with_timeout
-from ringweave.errors import ConnectionLostError, MessageError, RingweaveError, TrainingError, explain
+from ringweave.errors import ConnectionLostError, MessageError, RingweaveError, TrainingError
 from ringweave.files import file_io
 from ringweave.rpc import RpcClient, framing, state_transfer
 from ringweave.rpc.state_transfer import ReadThrottle, StateDescription
@@ -78,11 +78,11 @@ def check_state_sizes(sizes: Sequence[tuple[str, int]], tensors: Mapping[str, Te
     what, do = "state of a peer", "Run the same script on all workers"
     if theirs != expected_sizes or total > max_bytes or REST_BUFFER not in named or len(named) < len(sizes):
         got = sorted(set(theirs.items()) ^ set(expected_sizes.items()))[:4] or total
-        raise MessageError(explain(what, got=got, expected="tensors of the same names and sizes as here", do=do))
+        raise MessageError(what, got=got, expected="tensors of the same names and sizes as here", do=do)
     if named[REST_BUFFER] > MAX_REST_BYTES:
         do = "Let what goes along have a smaller state"
         got, expected = f"{named[REST_BUFFER]} bytes beside tensors", f"at most {MAX_REST_BYTES}"
-        raise MessageError(explain(what, got=got, expected=expected, do=do))
+        raise MessageError(what, got=got, expected=expected, do=do)
 
 
 def parse_peer_state(buffers: Mapping[str, memoryview], expected: ExpectedState) -> PeerState:
@@ -112,12 +112,10 @@ def parse_peer_state(buffers: Mapping[str, memoryview], expected: ExpectedState)
         raise peer_state_error(cause) from cause
     if missing := sorted(set(expected.extra_names) - peer_state.extra_state.keys()):
         raise TrainingError(
-            explain(
-                "what goes along with the state",
-                got=sorted(peer_state.extra_state),
-                expected=f"{', '.join(missing)} as well",
-                do="Give prepare the same on all workers",
-            )
+            "what goes along with the state",
+            got=sorted(peer_state.extra_state),
+            expected=f"{', '.join(missing)} as well",
+            do="Give prepare the same on all workers",
         )
     return peer_state
 
@@ -126,7 +124,7 @@ def peer_state_error(cause: Exception) -> MessageError:
     """Return the error for a peer's state that cannot be taken over."""
     do = "Run the same script and the same ringweave on all workers; it is read again from another one"
     expected = "one of the same model, optimizer and what goes along"
-    return MessageError(explain("state of a peer", got=f"{type(cause).__name__}: {cause}", expected=expected, do=do))
+    return MessageError("state of a peer", got=f"{type(cause).__name__}: {cause}", expected=expected, do=do)
 
 
 def _check_are_objects(objects: Mapping[str, object]) -> None:
@@ -282,12 +280,10 @@ class StateRead:
 
 def _cancelled_error() -> ConnectionLostError:
     return ConnectionLostError(
-        explain(
-            "state of the job",
-            got="a member that is to give it and does not",
-            expected="one that goes on",
-            do="Read it from another one",
-        )
+        "state of the job",
+        got="a member that is to give it and does not",
+        expected="one that goes on",
+        do="Read it from another one",
     )
 
 
@@ -508,10 +504,8 @@ def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_value(value: object) -> object:
     raise TrainingError(
-        explain(
-            "state that goes along",
-            got=type(value).__name__,
-            expected="numbers, texts, lists and dictionaries, or tensors of the optimizer",
-            do="Let its state_dict give plain values",
-        )
+        "state that goes along",
+        got=type(value).__name__,
+        expected="numbers, texts, lists and dictionaries, or tensors of the optimizer",
+        do="Let its state_dict give plain values",
     )

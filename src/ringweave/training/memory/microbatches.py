@@ -78,7 +78,6 @@ class ModelCall:
 
     @property
     def sample_bytes(self) -> float:
-        """Bytes of the inputs of one sample."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return sum(each.nbytes for each in leaves if _is_batch(each, self.num_samples)) / self.num_samples
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringweave import rpc
 from ringweave.comm import peer_data
-from ringweave.errors import RpcError, TrainingError, explain
+from ringweave.errors import RpcError, TrainingError
 from ringweave.membership.membership_records import Membership, parse_member_name
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.data_shards import Spans
@@ -29,9 +29,14 @@ from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.trainer import TrainerState
 from ringweave.training.elastic.training_state import IncompleteStep
 from ringweave.training.rings import ring_progress
-from ringweave.training.rings.ring_progress import RingCursor, RingProgress, SlotAssignment
+from ringweave.training.rings.ring_progress import (
+    OfferedCheckpoint,
+    ResumeStart,
+    RingCursor,
+    RingProgress,
+    SlotAssignment,
+)
 from ringweave.training.rings.ring_worker import RingWorker
-from ringweave.training.rings.shard_source import OfferedCheckpoint, ResumeStart
 from ringweave.training.timing import StepTimer
 
 _MAX_SILENT_PAUSE_S = 1.0
@@ -61,11 +66,7 @@ class SessionExchange:
     ) -> None:
         """Create it without a connection.
 
-        Args:
-            assigned: Ring of this member.
-            member: Name of this member.
-            session: Returns its session in the ring's membership, once there is one.
-            trainer: Returns its trainer state, once there is one.
+        `session`: returns its session in the ring's membership, once there is one.
         """
         self.assigned, self._member, self._session, self._trainer = assigned, member, session, trainer
         self._lock = threading.Lock()
@@ -338,10 +339,7 @@ class ElasticRing(SessionMembership):
     def _pass_barrier(self, epoch: int, report: FetchedJson, *, use_up: int | None = None) -> dict[int, FetchedJson]:
         """Pass a barrier of all rings: return each ring's report, and take the same parameters.
 
-        Args:
-            epoch: Number of the epoch that ends.
-            report: Report of this ring.
-            use_up: Samples of an epoch that was broken off: they are not handed out any more.
+        `use_up`: samples of an epoch that was broken off: they are not handed out any more.
         """
         if self.worker.changes is not None:
             self.worker.changes.push_rest()
@@ -374,10 +372,8 @@ def _parse_json_object(what: str, text: str, expected: str) -> FetchedJson:
 
 def _epoch_over_error(number: int) -> TrainingError:
     return TrainingError(
-        explain(
-            "epoch of an elastic job of rings",
-            got=number,
-            expected="one whose pass was not broken off, since it is over for all rings",
-            do="Name the next one; look at a batch of the DataLoader that prepare was given",
-        )
+        "epoch of an elastic job of rings",
+        got=number,
+        expected="one whose pass was not broken off, since it is over for all rings",
+        do="Name the next one; look at a batch of the DataLoader that prepare was given",
     )

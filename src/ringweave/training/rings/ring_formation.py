@@ -85,10 +85,7 @@ def find_better_rings(
     Shares follow speeds in any rings, but only at the ends of epochs: in rings of equal speed, workers that slow down
     together do not wait meanwhile. So rings are compared by their throughput with equal samples on every worker.
 
-    Args:
-        rings: Present rings.
-        speeds: Measured speed of each rank.
-        num_rings: Number of rings asked for; None leaves it to the speeds.
+    `num_rings`: number of rings asked for; None leaves it to the speeds.
     """
     round_s = [speed.s_per_sample for speed in speeds]
     noise = min(max(speed.noise for speed in speeds), _MAX_NOISE)

@@ -5,16 +5,74 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ringweave.errors import TrainingError
 from ringweave.membership.membership_records import Membership, parse_member_name
-from ringweave.param_server.data_shards import Span, Spans, merge_spans, spans_in_epoch
-from ringweave.param_server.messages import RingAssignmentReply
+from ringweave.param_server.data_shards import Span, Spans, merge_spans, remaining_spans, spans_in_epoch
+from ringweave.param_server.messages import DataStart, RingAssignmentReply
 from ringweave.planning.balancing import SampleAccount
 from ringweave.planning.balancing.epochs import Indices
 from ringweave.training.elastic.accounting import ElasticAccount, SampleAccounting, slice_of_member
 from ringweave.training.elastic.retained_reductions import Commit
 from ringweave.training.elastic.share_table import BatchShares
 from ringweave.training.elastic.trainer import TrainerState
-from ringweave.training.rings.shard_source import ResumeStart, spans_of_json
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumeStart:
+    """Position in the data to resume from."""
+
+    epoch: int
+    done: Spans
+    """Samples of that epoch, by their positions in its order, that the parameters include already."""
+    seed: int
+    """Seed of the orders of all epochs."""
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any], num_samples: int) -> "ResumeStart":
+        """Parse the state that `loader_state` returned; a finished epoch is followed by the next one.
+
+        Raises:
+            TrainingError: It belongs to other data.
+        """
+        if state["num_samples"] != num_samples:
+            raise TrainingError(
+                "samples of an epoch",
+                got=num_samples,
+                expected=f"{state['num_samples']}, as the checkpoint has them",
+                do="Go on with the data that it was saved with, or begin in another folder",
+            )
+        done = spans_of_json(state["done"])
+        if remaining_spans(done, num_samples):
+            return cls(epoch=state["epoch"], done=done, seed=state["seed"])
+        return cls(epoch=state["epoch"] + 1, done=(), seed=state["seed"])
+
+    @classmethod
+    def of_json(cls, document: Mapping[str, Any]) -> "ResumeStart":
+        return cls(epoch=document["epoch"], done=spans_of_json(document["done"]), seed=document["seed"])
+
+    def to_message(self, pass_number: int) -> DataStart:
+        """Return the message for the server; `pass_number` is that of the next pass."""
+        return DataStart(pass_number=pass_number, epoch=self.epoch, done=list(self.done), seed=self.seed)
+
+    def done_spans_of(self, epoch: int) -> Spans:
+        """Return the spans of an epoch that are not drawn again."""
+        return self.done if epoch == self.epoch else ()
+
+
+def spans_of_json(pairs: Iterable[Sequence[int]]) -> Spans:
+    """Parse spans from JSON."""
+    return tuple((first, count) for first, count in pairs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfferedCheckpoint:
+    """A checkpoint that this process offers to resume from."""
+
+    train_step: int
+    checksum: str
+    state: Mapping[str, Any]
+    content: Callable[[], bytes]
+    """Returns the server's state."""
 
 
 @dataclass(slots=True)
@@ -29,7 +87,6 @@ class UnpushedSamples:
     pass_number: int = 0
     """Number of the pass over the data that contains the last batch."""
     epoch: int = 0
-    """Epoch of that pass."""
     spans: list[Span] = field(default_factory=list)
     """Samples of the pass; unpushed samples of the pass before are in no position any more."""
 
@@ -80,11 +137,7 @@ def reporting_ring(by_ring: Mapping[int, RingReport]) -> int:
 def sum_accounts(epoch: int, expected: SampleAccount, by_ring: Sequence[RingReport], num_rings: int) -> ElasticAccount:
     """Return the account of all rings. Samples that a lost ring had taken and not pushed are lost.
 
-    Args:
-        epoch: Number of the epoch.
-        expected: Samples of the epoch.
-        by_ring: Reports of the rings at the barrier, and progress of lost rings, which may be of earlier epochs.
-        num_rings: Number of rings at the start.
+    `by_ring`: reports of the rings at the barrier, and progress of lost rings, which may be of earlier epochs.
     """
     by_ring = [each for each in by_ring if each["epoch"] == epoch]
     documents = [each["accounts"] for each in by_ring]
@@ -116,7 +169,6 @@ class PendingPush:
 
     @classmethod
     def of_samples(cls, samples: UnpushedSamples, ring_progress: str) -> "PendingPush":
-        """Return the push of these samples."""
         return cls(
             num_samples=samples.num_samples,
             batch_share=samples.mean_share,
@@ -223,7 +275,6 @@ class _OpenBatch:
     batch_shares: BatchShares
 
     def spans_of(self, members: Collection[str]) -> Iterator[Span]:
-        """Yield the spans of these members' parts."""
         for member in self.batch_shares.members:
             if member in members:
                 part = slice_of_member(self.num_samples, self.batch_shares, member)

@@ -245,7 +245,6 @@ class RingWorker:
 
     @torch.no_grad()
     def apply_parameters(self, version: int) -> None:
-        """Apply the received parameters of that version."""
         torch._foreach_copy_(self.parameters, self.received.views)
         self.ring.cursor.base_version = self.ring.cursor.next_version = version
         if self.changes is not None:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from ringweave import rpc
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import DisagreementError, TrainingError, UsageError, explain
+from ringweave.errors import DisagreementError, TrainingError, UsageError
 from ringweave.jobs import modes
 from ringweave.param_server import flat, optimizers
 from ringweave.param_server.client import RingClient
@@ -45,12 +45,10 @@ def server_connectors(
     """
     if environment.server is None or environment.credentials is None:
         raise UsageError(
-            explain(
-                "parameter server",
-                got="none in this run",
-                expected="one that the launcher has started",
-                do="Use ringweave run --mode ps-hra or ringweave submit; torchrun starts no server",
-            )
+            "parameter server",
+            got="none in this run",
+            expected="one that the launcher has started",
+            do="Use ringweave run --mode ps-hra or ringweave submit; torchrun starts no server",
         )
     authentication = authentication or rpc.TlsAuthentication(
         rpc.Credentials.load_from(environment.credentials, keep_open=keeps_readable or environment.encrypts)
@@ -113,12 +111,10 @@ def check_same_prefetch(reports: Sequence[Mapping[str, Any]]) -> None:
     odd = next((rank for rank, each in enumerate(ahead) if each != ahead[0]), None)
     if odd is not None:
         raise DisagreementError(
-            explain(
-                f"batches that rank {odd} loads ahead (num_workers x prefetch_factor)",
-                got=ahead[odd],
-                expected=f"{ahead[0]} as on rank 0, since the members of a ring draw samples together",
-                do="Give the DataLoader the same num_workers and prefetch_factor on all ranks, or use mode balanced",
-            )
+            f"batches that rank {odd} loads ahead (num_workers x prefetch_factor)",
+            got=ahead[odd],
+            expected=f"{ahead[0]} as on rank 0, since the members of a ring draw samples together",
+            do="Give the DataLoader the same num_workers and prefetch_factor on all ranks, or use mode balanced",
         )
 
 
@@ -130,12 +126,10 @@ def check_model_size(num_bytes: int) -> None:
     """
     if num_bytes > forecast.MAX_RING_MODEL_BYTES:
         raise TrainingError(
-            explain(
-                "parameters in rings",
-                got=f"{num_bytes} bytes",
-                expected=f"at most {forecast.MAX_RING_MODEL_BYTES}, which a ring pushes in one message",
-                do="Use mode balanced, or give the optimizer fewer parameters, or ones of smaller dtypes",
-            )
+            "parameters in rings",
+            got=f"{num_bytes} bytes",
+            expected=f"at most {forecast.MAX_RING_MODEL_BYTES}, which a ring pushes in one message",
+            do="Use mode balanced, or give the optimizer fewer parameters, or ones of smaller dtypes",
         )
 
 

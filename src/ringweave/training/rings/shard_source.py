@@ -1,85 +1,30 @@
 """Shard source: samples of an epoch that the parameter server hands out to rings, and the resume of such training."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.param_server.data_shards import DataPosition, Spans, remaining_spans
-from ringweave.param_server.messages import DataStart, ResumeDecision
+from ringweave.param_server.messages import ResumeDecision
 from ringweave.planning import balancing
 from ringweave.planning.balancing import SampleAccount
 from ringweave.planning.balancing.epochs import Indices
 from ringweave.training.data import order, sources
 from ringweave.training.data.order import LoaderSpec, Portion, min_batch_samples
 from ringweave.training.data.sources import DrawnBatch, EpochPass, SampleSource
-
-if TYPE_CHECKING:
-    from ringweave.training.rings.elastic_ring import ElasticRing
-    from ringweave.training.rings.static_ring import StaticRing
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResumeStart:
-    """Position in the data to resume from."""
-
-    epoch: int
-    done: Spans
-    """Samples of that epoch, by their positions in its order, that the parameters include already."""
-    seed: int
-    """Seed of the orders of all epochs."""
-
-    @classmethod
-    def of_state(cls, state: Mapping[str, Any], num_samples: int) -> "ResumeStart":
-        """Parse the state that `loader_state` returned; a finished epoch is followed by the next one.
-
-        Args:
-            state: State from a checkpoint.
-            num_samples: Samples of an epoch.
-
-        Raises:
-            TrainingError: It belongs to other data.
-        """
-        if state["num_samples"] != num_samples:
-            raise TrainingError(
-                explain(
-                    "samples of an epoch",
-                    got=num_samples,
-                    expected=f"{state['num_samples']}, as the checkpoint has them",
-                    do="Go on with the data that it was saved with, or begin in another folder",
-                )
-            )
-        done = spans_of_json(state["done"])
-        if remaining_spans(done, num_samples):
-            return cls(epoch=state["epoch"], done=done, seed=state["seed"])
-        return cls(epoch=state["epoch"] + 1, done=(), seed=state["seed"])
-
-    @classmethod
-    def of_json(cls, document: Mapping[str, Any]) -> "ResumeStart":
-        return cls(epoch=document["epoch"], done=spans_of_json(document["done"]), seed=document["seed"])
-
-    def to_message(self, pass_number: int) -> DataStart:
-        """Return the message for the server; `pass_number` is that of the next pass."""
-        return DataStart(pass_number=pass_number, epoch=self.epoch, done=list(self.done), seed=self.seed)
-
-    def done_spans_of(self, epoch: int) -> Spans:
-        """Return the spans of an epoch that are not drawn again."""
-        return self.done if epoch == self.epoch else ()
+from ringweave.training.rings.elastic_ring import ElasticRing
+from ringweave.training.rings.ring_progress import OfferedCheckpoint
+from ringweave.training.rings.static_ring import StaticRing
 
 
 def loader_state(position: DataPosition, seed: int, num_samples: int) -> dict[str, Any]:
     """Return the loader's state for a checkpoint; `num_samples` are those of an epoch."""
     done = [list(span) for span in position.done]
     return {"epoch": position.epoch, "done": done, "seed": seed, "num_samples": num_samples}
-
-
-def spans_of_json(pairs: Iterable[Sequence[int]]) -> Spans:
-    """Parse spans from JSON."""
-    return tuple((first, count) for first, count in pairs)
 
 
 def remaining_indices(indices: Indices, done: Spans) -> Indices:
@@ -90,18 +35,6 @@ def remaining_indices(indices: Indices, done: Spans) -> Indices:
     return np.concatenate([indices[:0], *(indices[first : first + count] for first, count in spans)])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OfferedCheckpoint:
-    """A checkpoint that this process offers to resume from."""
-
-    train_step: int
-    checksum: str
-    state: Mapping[str, Any]
-    """State of the loader."""
-    content: Callable[[], bytes]
-    """Returns the server's state."""
-
-
 DrawnShard = tuple[int, Portion, float]
 """Position of the first sample in the remaining order, portion of this rank, and the train steps that they make."""
 
@@ -109,14 +42,14 @@ DrawnShard = tuple[int, Portion, float]
 _END_OF_PASS = object()
 
 
-class ShardSource(SampleSource["StaticRing | ElasticRing"]):
+class ShardSource(SampleSource[StaticRing | ElasticRing]):
     """Shards that the ring takes from the parameter server; a pass is an epoch of all rings together.
 
     A pass ends when the samples of the epoch are used up, so rings have different numbers of batches. At the end of
     each epoch, all rings pass a barrier, check that every sample was taken once, and take the same parameters.
     """
 
-    def __init__(self, loader: DataLoader, spec: LoaderSpec, seed: int, membership: "StaticRing | ElasticRing") -> None:
+    def __init__(self, loader: DataLoader, spec: LoaderSpec, seed: int, membership: StaticRing | ElasticRing) -> None:
         """Create it; an elastic ring loads in the training process, since its members agree on each shard first.
 
         Raises:
@@ -124,9 +57,7 @@ class ShardSource(SampleSource["StaticRing | ElasticRing"]):
         """
         if spec.num_samples is None:
             do = "Use mode balanced, or a data set with an index"
-            raise TrainingError(
-                explain("data of mode ps-hra", got="a stream", expected="a data set with an index", do=do)
-            )
+            raise TrainingError("data of mode ps-hra", got="a stream", expected="a data set with an index", do=do)
         super().__init__(loader, spec, seed, membership)
         self._shards = _ShardSampler(self._draw_shard)
         self._reader = (

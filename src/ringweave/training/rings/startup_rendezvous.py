@@ -14,18 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ringweave import rpc
+from ringweave import errors, rpc
 from ringweave.comm import group_info
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import (
-    ConnectionLostError,
-    DeadlineError,
-    MembershipError,
-    RemoteError,
-    RpcError,
-    TrainingError,
-    explain,
-)
 from ringweave.jobs import modes
 from ringweave.membership.client import CALL_TIMEOUT_S, MembershipClient
 from ringweave.membership.failure_detector import Heartbeat
@@ -126,7 +117,7 @@ def wait_ring_assignment(
     if assignment is None:
         slots = sorted(each for ring in reply.rings for each in ring)
         do = "Nothing: the job goes on without it"
-        raise MembershipError(explain("job is over for worker", got=slot, expected=f"one of {slots}", do=do))
+        raise errors.MembershipError("job is over for worker", got=slot, expected=f"one of {slots}", do=do)
     return assignment, len(reply.rings)
 
 
@@ -159,8 +150,8 @@ def _wait_job_begun(
         try:
             profiles = [member_details.parse_profile(each.member, each.note) for each in membership.statuses]
             begin([parse_member_name(each)[0] for each in membership.members], profiles)
-        except RemoteError as error:
-            was_faster = error.error == TrainingError.__name__ and bool(
+        except errors.RemoteError as error:
+            was_faster = error.error == errors.TrainingError.__name__ and bool(
                 _ask_assignment(client, slot, read_end_reason).rings
             )
             if not was_faster:  # the server refuses the same of every worker
@@ -172,7 +163,7 @@ def job_end_reason(addresses: Sequence[tuple[str, int]], authentication: rpc.Pee
     """Return the coordinators' reason why the job is over; empty if it is not, or none answers."""
     for host, port in addresses:
         with (
-            contextlib.suppress(RpcError),
+            contextlib.suppress(errors.RpcError),
             rpc.RpcClient.connect(host, port, authentication, role="coordinator") as client,
         ):
             status = client.call(CoordinatorStatusRequest(), timeout_s=CALL_TIMEOUT_S).message
@@ -185,13 +176,13 @@ def job_end_reason(addresses: Sequence[tuple[str, int]], authentication: rpc.Pee
 def _ask_assignment(client: RingClient, slot: int, read_end_reason: Callable[[], str]) -> RingAssignmentReply:
     try:
         return client.request_assignment(slot)
-    except RpcError as error:
+    except errors.RpcError as error:
         if reason := read_end_reason():  # the server has ended with the job
-            raise MembershipError(f"job is over: {reason}. Nothing is left to do.") from error
-        if not isinstance(error, (ConnectionLostError, DeadlineError)):
+            raise errors.MembershipError(f"job is over: {reason}. Nothing is left to do.") from error
+        if not isinstance(error, (errors.ConnectionLostError, errors.DeadlineError)):
             raise
         # This worker or the server is cut off: the script itself has not failed.
-        raise MembershipError(f"this worker is no member: no parameter server answers: {error}") from error
+        raise errors.MembershipError(f"this worker is no member: no parameter server answers: {error}") from error
 
 
 _RESTARTED_SEARCH_S = 5.0

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringweave import rpc
 from ringweave.comm import peer_data
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import TrainingError
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.data_shards import Spans, spans_in_epoch
 from ringweave.param_server.messages import ResumeDecision, ServerSetup
@@ -39,8 +39,8 @@ from ringweave.training.mode_choice.forecast import RingReconsideration
 from ringweave.training.options import Asynchronous
 from ringweave.training.recorder import Recorder
 from ringweave.training.rings.ring_formation import RingFormation, RingShares, find_better_rings
+from ringweave.training.rings.ring_progress import OfferedCheckpoint, ResumeStart
 from ringweave.training.rings.ring_worker import ParameterServerOptimizer, RingWorker, StaticExchange
-from ringweave.training.rings.shard_source import OfferedCheckpoint, ResumeStart
 
 _OPTIMIZER_STATE = "state of the optimizer in a ring"
 
@@ -50,12 +50,6 @@ def share_optimizer_state(
     optimizer: ParameterServerOptimizer, ring_control: ControlGroup, representative: int, *, is_representative: bool
 ) -> None:
     """Take the optimizer state of the ring's representative; all ranks call it, and keep their own groups.
-
-    Args:
-        optimizer: Optimizer of this rank.
-        ring_control: Messages among the ranks of the ring.
-        representative: Global rank of the representative.
-        is_representative: This rank is the representative.
 
     Raises:
         TrainingError: The optimizer's state has other values than numbers and tensors.
@@ -161,11 +155,7 @@ class RingAssignment:
         self.current = self._connect_ring(tuple(map(tuple, setup.rings)), groups)
 
     def move_to_rings(self, rings: Sequence[Ring]) -> None:
-        """Move to other rings. All ranks call it while all rings are idle; the next pull takes parameters.
-
-        Args:
-            rings: Ranks of each ring; all ranks are in one.
-        """
+        """Move to other rings. All ranks call it while all rings are idle; the next pull takes parameters."""
         before, wanted = self.current, tuple(map(tuple, rings))
         if before.client is not None and before.index == 0:
             before.client.regroup(wanted)
@@ -239,7 +229,6 @@ class RingRegrouper:
     assignment: RingAssignment
     settings: Asynchronous
     formation: RingFormation
-    """Formation of the rings at the start."""
     parallel: DistributedDataParallel
     reducer: GradientReducer
     weights: SampleWeights
@@ -360,12 +349,10 @@ class StaticRing(TrainingMembership):
         """
         if self._num_passes:
             raise TrainingError(
-                explain(
-                    "checkpoint to go on from",
-                    got="one after the first pass has begun",
-                    expected="it before",
-                    do="Call Checkpoints.load right after prepare",
-                )
+                "checkpoint to go on from",
+                got="one after the first pass has begun",
+                expected="it before",
+                do="Call Checkpoints.load right after prepare",
             )
         start = ResumeStart.of_state(offered.state, epoch_samples) if offered else None
         decision = self._agree_with_server(offered, start)
@@ -435,7 +422,6 @@ class StaticRing(TrainingMembership):
         return portion
 
     def record_batch(self, first: int, own: Portion, batch_part: float) -> None:
-        """Record that the batch is loaded."""
         samples = self.assignment.current.worker.ring.samples
         samples.add(own.num_total, batch_part)
         spans = spans_in_epoch(self._done_spans, first, own.num_total)

@@ -13,8 +13,7 @@ from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
 from ringweave.training.elastic.share_table import ShareTable
 from ringweave.training.elastic.trainer import TrainerState
 from ringweave.training.rings import ring_progress
-from ringweave.training.rings.ring_progress import PendingPush, RingCursor, RingProgress
-from ringweave.training.rings.shard_source import ResumeStart
+from ringweave.training.rings.ring_progress import PendingPush, ResumeStart, RingCursor, RingProgress
 from tests.training import fakes
 
 MEMBERS = ("0.0", "1.0")

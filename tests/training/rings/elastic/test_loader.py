@@ -13,8 +13,8 @@ from ringweave.training.data.shared_loader import SharedLoader
 from ringweave.training.elastic.share_table import ShareTable
 from ringweave.training.gradients import SampleWeights
 from ringweave.training.rings.elastic_ring import ElasticRing
-from ringweave.training.rings.ring_progress import RingCursor, RingProgress
-from ringweave.training.rings.shard_source import ResumeStart, ShardSource
+from ringweave.training.rings.ring_progress import ResumeStart, RingCursor, RingProgress
+from ringweave.training.rings.shard_source import ShardSource
 from tests.training import fakes
 
 
