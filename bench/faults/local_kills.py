@@ -30,7 +30,7 @@ from ringweave_bench.chaos import chaos_session
 from ringweave_bench.lab_workers import two_sites
 
 LOSS_BAR = 0.01
-CALM_S = 3.0
+CALM_S = 2.0
 """Least time between a fault, the return of all workers, and the next fault."""
 WHOLE_WITHIN_S = 180.0
 END_WITHIN_S = 1800.0
@@ -43,16 +43,23 @@ def hurt(run: Run, options: Namespace) -> list[str]:
     rng.shuffle(faults)
     killed = []
     for fault in faults:
-        ring_runs.wait_whole(run, options, WHOLE_WITHIN_S, num_lines=1)
+        ring_runs.wait_whole(run, options, WHOLE_WITHIN_S, num_lines=1, may_end=True)
         time.sleep(CALM_S + rng.random())
         if run.is_over:
             break
         site = rng.choice([each for _, each in sorted(run.members().items())])
         victims = site if fault == "site" else [rng.choice(site)]
-        for victim in victims:
-            os.kill(run.pid(victim), signal.SIGKILL)
-        killed.append(" ".join(victims))
+        killed.append(" ".join(each for each in victims if kill(run, each)))
     return killed
+
+
+def kill(run: Run, victim: str) -> bool:
+    """Kill a worker; return False if it has ended by itself, with the job."""
+    try:
+        os.kill(run.pid(victim), signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def train(options: Namespace, *, has_faults: bool) -> dict[str, Any]:

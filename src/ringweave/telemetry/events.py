@@ -400,7 +400,7 @@ _BY_NAME: Mapping[str, Check] = {
     **dict.fromkeys(("exact", "is_return", "last", "stopped"), _is_bool),
     **dict.fromkeys(("ahead", "exit_code", "total"), _maybe(_is_int)),
     **dict.fromkeys(("fixed_bytes", "sample_bytes"), _maybe(_is_number)),
-    **dict.fromkeys(("bound_s_per_byte", "seconds", "train_steps"), _is_number),
+    **dict.fromkeys(("bound_s_per_byte", "inner_lr_factor", "seconds", "train_steps"), _is_number),
     **dict.fromkeys(("major_faults", "memory_bytes", "read_bytes", "received_bytes", "sent_bytes"), _is_number),
     **dict.fromkeys(("after", "best", "by_rank", "leaving", "shares", "splits", "starting"), _list_of(_is_int)),
     **dict.fromkeys(("rings", "sites"), _list_of(_list_of(_is_int))),
@@ -442,6 +442,7 @@ _LATER: Mapping[str, Any] = {
     **dict.fromkeys(("disk_stall_s", "forward_s", "input_processor_s", "memory_stall_s"), 0.0),
     **dict.fromkeys(("memory_bytes", "read_bytes", "trials", "trials_s"), 0),
     **dict.fromkeys(("cluster_text", "part"), ""),
+    "inner_lr_factor": 1.0,
     "total": None,
     "wire": "exact",
 }
