@@ -54,11 +54,7 @@ def fsync_folder(folder: Path) -> None:
 def replace_text(path: Path, text: str | bytes, *, is_durable: bool = False, mode: int = 0o666) -> None:
     """Write a file atomically: a reader sees the old or the new text.
 
-    Args:
-        path: The file.
-        text: Its new content, as UTF-8.
-        is_durable: Return when it is on the disk.
-        mode: Permission bits of the file, without those of the process's mask.
+    A text is written as UTF-8. `mode`: permission bits of the file, without those of the process's mask.
 
     Raises:
         OSError: It cannot be written; an earlier file is unchanged.
