@@ -71,6 +71,8 @@ class GenerationGroups:
         self._held_store: TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
         self._reduce_group: dist.ProcessGroup | None = None
+        self._forming: list[dist.ProcessGroup] = []
+        """Groups of the next generation, while it is formed."""
         self._num_aborts = 0
         self._aborts: list[BackgroundCall[None]] = []
         """Those that may be under way."""
@@ -172,9 +174,9 @@ class GenerationGroups:
         """
         self._begin_abort(self._take_groups())
         with self._lock:
-            aborts, self._aborts = self._aborts, []
             if num_aborts != self._num_aborts:
                 raise _aborted_error(name)
+            self._forming.clear()
             if rank == 0:  # the other members use it exactly as long as this process does
                 self._held_store, self._next_store = self._next_store, self._open_store()
         host, port = store_address.split()
@@ -184,10 +186,10 @@ class GenerationGroups:
             """Make a group together with its plan, so that no collective has to wait for the plan."""
             # A wait for a key blocks all other users of the same connection to the store.
             own = store.clone() if prefix == "reduce" else store
-            group = _make_group(PrefixStore(f"{prefix}/{name}/", own), group_name, what, rank, world_size, timeout)
-            group.wait_for_plan()
-            if num_aborts != self._num_aborts:  # no caller waits for it any more
-                group.abort()
+            made = _make_group(PrefixStore(f"{prefix}/{name}/", own), group_name, what, rank, world_size, timeout)
+            group = self._complete(made, num_aborts)
+            if prefix == kinds[-1][0]:
+                _connect_trees(group, is_apart=has_reduce_group)
             return group
 
         kinds = [("generation", f"{GENERATION_GROUP_PREFIX}{name}", "default_pg")]
@@ -196,9 +198,7 @@ class GenerationGroups:
             store: Any = self._connect_store(host, int(port), name, num_aborts)  # torch's stubs lack `clone`
             calls = [BackgroundCall(functools.partial(make, *kind), _SETUP_THREAD) for kind in kinds]
             group, *others = [self._wait_for_first_member(call, name, num_aborts) for call in calls]
-            for each in aborts:  # nothing of the previous generation is in flight any more
-                each.wait_result(math.inf, lambda: False)
-            _connect_trees(others[0] if others else group, is_apart=bool(others))
+            self.wait_aborted(math.inf)  # nothing of the previous generation is in flight any more
             self.prepare_default_group(group)
             _set_default_group(group, others)
         except (RuntimeError, OSError) as cause:
@@ -213,10 +213,20 @@ class GenerationGroups:
             _set_timeout(COLLECTIVE_TIMEOUT, each)
         with self._lock:
             self._group, self._reduce_group = group, others[0] if others else None
+            self._forming.clear()
             was_aborted = self._num_aborts != num_aborts
         if was_aborted:
             _abort_groups(self._take_groups())
             raise _aborted_error(name)
+
+    def _complete(self, group: RingweaveProcessGroup, num_aborts: int) -> RingweaveProcessGroup:
+        """Wait for a group's plan; abort the group if no caller waits for it any more."""
+        with self._lock:
+            self._forming.append(group)
+        group.wait_for_plan()
+        if num_aborts != self._num_aborts:
+            group.abort()
+        return group
 
     def _connect_store(self, host: str, port: int, name: str, num_aborts: int) -> TCPStore:
         """Connect to the first member's store, unless it does not answer in time."""
@@ -246,16 +256,25 @@ class GenerationGroups:
     def abort(self) -> None:
         """Let every wait in the group, or in forming it, end at once; from any thread.
 
-        It does not wait for Gloo, which takes up to 10 ms for each peer.
+        It does not wait for Gloo, which takes up to 10 ms for each peer; `wait_aborted` does.
         """
         with self._lock:
             self._num_aborts += 1
-            groups, self._held_store = (self._reduce_group, self._group), None
+            groups, self._held_store = (self._reduce_group, self._group, *self._forming), None
         self._begin_abort(groups)
+
+    def wait_aborted(self, timeout_s: float) -> None:
+        """Wait until all is aborted, at most so long for each group: threads in native code outlive no interpreter."""
+        with self._lock:
+            aborts, self._aborts = self._aborts, []
+        for each in aborts:
+            with contextlib.suppress(TimeoutError):
+                each.wait_result(timeout_s, lambda: False)
 
     def leave_group(self) -> None:
         """Abort the group and destroy it."""
-        _abort_groups(self._take_groups())
+        self._begin_abort(self._take_groups())
+        self.wait_aborted(math.inf)
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()

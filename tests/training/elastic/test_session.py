@@ -23,6 +23,8 @@ class Groups:
 
     def abort(self) -> None: ...
 
+    def wait_aborted(self, timeout_s: float) -> None: ...
+
 
 class Crew:
     """Whose part in an epoch fails."""
@@ -79,6 +81,8 @@ class SlowGroups:
 
     def abort(self) -> None:
         self.num_aborts += 1
+
+    def wait_aborted(self, timeout_s: float) -> None: ...
 
 
 class EasyCrew:

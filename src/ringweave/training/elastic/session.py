@@ -599,6 +599,7 @@ class ElasticSession:
             state.lock.notify_all()
         state.groups.abort()
         self._thread.wait_stopped(timeout_s)
+        state.groups.wait_aborted(timeout_s)
         if state.catch_up is not None:
             state.catch_up.wait_stopped(timeout_s)
 

@@ -27,6 +27,8 @@ class Groups:
     def abort(self) -> None:
         pass
 
+    def wait_aborted(self, timeout_s: float) -> None: ...
+
     def form_group(self, *_: Any, **__: Any) -> None:
         pass
 

@@ -43,6 +43,8 @@ class Groups:
         self.num_aborts += 1
         self.aborted.set()
 
+    def wait_aborted(self, timeout_s: float) -> None: ...
+
     def all_reduce(self, summed: torch.Tensor, **_: Any) -> "Work":
         return Work(self, self.aborted, summed)
 
