@@ -83,7 +83,9 @@ def test_who_ran_out_of_time_gives_it_twice_as_long_the_next_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "stands", ["_make_group", "wait_for_plan"], ids=["while it meets the others", "before it tells the plan"]
+    "stands",
+    ["_make_group", "wait_for_plan", "_connect_trees"],
+    ids=["while it meets the others", "before it tells the plan", "before it takes rows"],
 )
 def test_a_first_member_that_is_stopped_keeps_nobody_from_the_next_epoch(
     monkeypatch: pytest.MonkeyPatch, stands: str
@@ -91,13 +93,13 @@ def test_a_first_member_that_is_stopped_keeps_nobody_from_the_next_epoch(
     """Who is ordered to stand still meanwhile does, and joins the next epoch at once."""
     groups, errors = GenerationGroups(HERE), []
     is_stopped, is_let_go = threading.Event(), threading.Event()
-    whose = generation_group if stands == "_make_group" else backend.RingweaveProcessGroup
+    whose = backend.RingweaveProcessGroup if stands == "wait_for_plan" else generation_group
     goes_on = getattr(whose, stands)
 
-    def stop(*args: object) -> object:
+    def stop(*args: object, **kwargs: object) -> object:
         is_stopped.set()
         is_let_go.wait(60)
-        return goes_on(*args)
+        return goes_on(*args, **kwargs)
 
     def form() -> None:
         try:
