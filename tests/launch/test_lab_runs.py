@@ -314,7 +314,7 @@ def test_auto_takes_int8_over_thin_uplinks_within_a_bound_on_the_loss(lab_name: 
     place = lab.up(topology.loads(THIN_UPLINKS), lab_name, "always")
     model = "torch.nn.Sequential(torch.nn.Linear(6, 20_000), torch.nn.Linear(20_000, 2))"
     text = small_training.prepared(model=model) + small_training.epoch()
-    run = start("--max-loss-increase", "1%", script(text), verb=("lab", "run", "--lab", place.name))
+    run = start("--max-loss-increase", "0.45%", script(text), verb=("lab", "run", "--lab", place.name))
     assert run.wait_ended() == 0, run.stderr
     training = run.record["training"]
     assert (training["mode"], training["exact"]) == ("balanced", True)
