@@ -20,7 +20,7 @@ from ringweave.rpc.handshake import EventWriter, RefusalLog, TurnedAwayError
 from ringweave.telemetry import EventLog
 
 RECORD_BYTES = 2**14
-"""Largest record of TLS: what one call encrypts."""
+"""Largest record of TLS."""
 
 
 class TlsSocket(ssl.SSLSocket):
@@ -39,17 +39,12 @@ class TlsSocket(ssl.SSLSocket):
             BlockingIOError: It takes nothing.
         """
         num_sent, parts = 0, [memoryview(each) for each in buffers]
-        if self._retried is None and len(parts) > 1 and sum(part.nbytes for part in parts) <= RECORD_BYTES:
-            self._retried = b"".join(parts)  # one record and one packet for a small message with its header
         try:
-            if self._retried is not None:
-                num_sent, self._retried = self.send(self._retried), None
-                parts = _skip_bytes(parts, num_sent)
-            for part in parts:
-                left = part
-                while left.nbytes:
-                    num = self.send(left)
-                    num_sent, left = num_sent + num, left[num:]
+            while parts:
+                if self._retried is None and len(parts) > 1 and parts[0].nbytes < RECORD_BYTES:
+                    self._retried = _join_record(parts)
+                num = self.send(parts[0] if self._retried is None else self._retried)
+                num_sent, self._retried, parts = num_sent + num, None, _skip_bytes(parts, num)
         except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
             if not num_sent:
                 raise BlockingIOError from None
@@ -78,6 +73,20 @@ class TlsSocket(ssl.SSLSocket):
     def shutdown(self, how: int) -> None:
         """Shut the connection down, from any thread; the TLS state stays, so that no later call sends plain text."""
         socket.socket.shutdown(self, how)
+
+
+def _join_record(parts: Sequence[memoryview]) -> bytes:
+    """Return the first bytes of the parts, as many as a record holds.
+
+    A header alone would be a record, a system call and a packet of its own.
+    """
+    joined, num_left = [], RECORD_BYTES
+    for part in parts:
+        joined.append(part[:num_left])
+        num_left -= joined[-1].nbytes
+        if not num_left:
+            break
+    return b"".join(joined)
 
 
 def _skip_bytes(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
