@@ -70,6 +70,52 @@ def leaves(node: ast.stmt) -> bool:
     return isinstance(node, ast.Return | ast.Break | ast.Continue)
 
 
+def hidden_annotations(tree: ast.AST) -> set[str]:
+    """Names in annotations of a class that the class itself binds: 3.14 evaluates annotations late, and finds those."""
+    return {
+        name.id
+        for made in ast.walk(tree)
+        if isinstance(made, ast.ClassDef)
+        for member in made.body
+        for annotation in annotations(member)
+        for name in ast.walk(annotation)
+        if isinstance(name, ast.Name) and name.id in {bound for each in made.body for bound in bound_names(each)}
+    }
+
+
+def bound_names(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AnnAssign) and node.value is not None:
+        targets = [node.target]
+    return [each.id for each in targets if isinstance(each, ast.Name)]
+
+
+def annotations(node: ast.stmt) -> list[ast.expr]:
+    if isinstance(node, ast.AnnAssign):
+        return [node.annotation]
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return []
+    taken = node.args
+    arguments = [*taken.posonlyargs, *taken.args, *taken.kwonlyargs, taken.vararg, taken.kwarg]
+    found = [node.returns, *(each.annotation for each in arguments if each is not None)]
+    return [each for each in found if each is not None]
+
+
+def test_no_annotation_means_a_member_of_its_class() -> None:
+    for path in sources():
+        hidden = hidden_annotations(ast.parse(path.read_text(encoding="utf-8")))
+        assert not hidden, f"{path}: quote the annotations with {hidden}, or import the type by its own name"
+
+
+@pytest.mark.parametrize(
+    "source", ["class A:\n x: m.T = 1\n def m(self): pass", "class A:\n def list(self) -> list[int]: pass"]
+)
+def test_an_annotation_that_means_a_member_is_found(source: str) -> None:
+    assert hidden_annotations(ast.parse(source))
+
+
 @pytest.mark.parametrize(
     "source",
     ["import imp", "from imp import reload", "import ast\nast.Num", "from datetime import datetime\ndatetime.utcnow()"],

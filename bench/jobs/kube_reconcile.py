@@ -106,7 +106,7 @@ class _Inside(KubernetesClient):
     async def get(self, kind: ResourceKind, namespace: str | None, name: str) -> Any:
         return self._api.get(self._request(kind, namespace, name)).body
 
-    async def list(self, kind: ResourceKind, namespace: str | None, **params: str) -> list[Any]:
+    async def list(self, kind: ResourceKind, namespace: str | None, **params: str) -> "list[Any]":
         selector = object_selector.parse_selector(kind.plural, params.get("labelSelector", ""), "", namespace or "")
         return [item.body for item in self._api.list(self._request(kind, namespace).resource, selector)]
 

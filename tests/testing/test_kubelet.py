@@ -12,7 +12,7 @@ class Empty:
     def __init__(self) -> None:
         self.read: list[api_client.ResourceKind] = []
 
-    async def list(self, kind: api_client.ResourceKind, *_: Any, **__: Any) -> list[Any]:
+    async def list(self, kind: api_client.ResourceKind, *_: Any, **__: Any) -> "list[Any]":
         self.read.append(kind)
         return []
 

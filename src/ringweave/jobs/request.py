@@ -18,7 +18,7 @@ from ringweave.files.rotation import LogLimits
 from ringweave.files.yaml_files import FileKind
 from ringweave.jobs import split, worker_options
 from ringweave.jobs.split import MIN_PER_NODE, WorkerSplit
-from ringweave.jobs.worker_options import ORDER_RULE, WorkerOptions
+from ringweave.jobs.worker_options import ORDER_RULE, Encrypt, Wire, WorkerOptions
 
 if TYPE_CHECKING:
     from ruamel.yaml.comments import CommentedMap
@@ -145,9 +145,9 @@ class JobRequest:
     """ringweave also serves groups of an explicit "gloo" or "nccl"."""
     leader_per_nic: bool = False
     """Plan with one leader per NIC of a node instead of one per node."""
-    encrypt: worker_options.Encrypt = "auto"
+    encrypt: Encrypt = "auto"
     """Encrypt what travels between nodes; `auto`: between hosts, not in a lab."""
-    wire: worker_options.Wire = "exact"
+    wire: Wire = "exact"
     """Wire format of gradients on slow links, if scripts leave it open."""
     max_loss_increase: str | None = None
     """Loss at equal samples that `auto` may give up for speed, such as `0.5%`; None: none."""
@@ -166,8 +166,6 @@ class JobRequest:
         problems.raise_problems(_request_problems(self), error=RequestProblemsError)
 
     def __str__(self) -> str:
-        pass
-
         return dump_request(self)
 
     @property
@@ -411,8 +409,8 @@ class JobFileEntry(yaml_files.FileEntry):
     order: str = Field(default="block", description=ORDER_RULE, examples=["round-robin"])
     replace_backend: bool = Field(default=False, description="true or false", examples=["true"])
     leader_per_nic: bool = Field(default=False, description="true or false", examples=["true"])
-    encrypt: worker_options.Encrypt = Field(default="auto", description="auto, on or off", examples=["auto"])
-    wire: worker_options.Wire = Field(default="exact", description="exact, bf16, int8, int4 or auto", examples=["int8"])
+    encrypt: Encrypt = Field(default="auto", description="auto, on or off", examples=["auto"])
+    wire: Wire = Field(default="exact", description="exact, bf16, int8, int4 or auto", examples=["int8"])
     max_loss_increase: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
         default=None, description=LOSS_RULE, examples=["0.5%"]
     )

@@ -116,7 +116,7 @@ class Ranks:
             process.join()
         self._folder.cleanup()
 
-    def signal(self, rank: int, number: signal.Signals) -> None:
+    def signal(self, rank: int, number: "signal.Signals") -> None:
         """Send a real signal to the process of a rank."""
         pid = self._processes[rank].pid
         assert pid is not None

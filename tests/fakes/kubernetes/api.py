@@ -352,7 +352,7 @@ class FakeApi:
             raise api_failures.not_found_failure(request.resource.plural, request.resource.group, request.name)
         return found
 
-    def list(self, resource: ApiResource, selector: ObjectSelector) -> list[StoredObject]:
+    def list(self, resource: ApiResource, selector: ObjectSelector) -> "list[StoredObject]":
         """Return the selected objects, by namespace and name."""
         found = self.store.list_objects(resource.key, selector.equal_labels)
         return [item for _, item in found if selector.matches(item.body)]
