@@ -7,10 +7,11 @@ Two elastic trainings of a tiny model at as many steps as this machine gives: on
 `ringweave ui` and `ringweave export` on it; one by `ringweave submit`, in mode ps-hra, with supervisor, agents and a
 parameter server. Every few seconds a worker is killed and replaced, never rank 0. Every process is sampled: PSS,
 descriptors, threads. The first quarter counts as warm-up. Of the rest, medians of 20 spans go into a Theil-Sen
-regression with its 95 % interval. A process grows if the whole interval lies above what `LIMITS` allows; else its slope
-is zero within noise. A follower reads the events of both trainings meanwhile: over all rotations it has to get each
-line once, and the steps in run.json have to be those that it has summed. Printed as one JSON document; exit code 1 if a
-process grows, a log is larger than allowed, or a line is missing. All measured.
+regression with its 95 % interval. A process grows if the whole interval lies above what `LIMITS` allows, and is flat if
+the whole lies below; else this run was too short or too noisy, and says so (undecided). A follower reads the events of
+both trainings meanwhile: over all rotations it has to get each line once, and the steps in run.json have to be those
+that it has summed. Printed as one JSON document; exit code 1 if a process grows, a log is larger than allowed, or a
+line is missing. All measured.
 """
 
 import argparse
@@ -205,7 +206,8 @@ def slope(samples: Sequence[tuple[float, Mapping[str, float]]], name: str) -> di
     found, _, low, high = stats.theilslopes(values, hours, CONFIDENCE) if len(values) > 2 else (0.0, 0.0, 0.0, 0.0)
     numbers = {"median": median, "per_hour": found, "low": low, "high": high, "allowed": LIMITS[name](median)}
     rounded = {key: round(float(value), 2) for key, value in numbers.items()}
-    return {"name": name, **rounded, "is_flat": bool(low <= LIMITS[name](median))}
+    grows, is_flat = bool(low > numbers["allowed"]), bool(high <= numbers["allowed"])
+    return {"name": name, **rounded, "verdict": "grows" if grows else "flat" if is_flat else "undecided"}
 
 
 @contextlib.contextmanager
@@ -309,7 +311,7 @@ def missed(found: Mapping[str, Any]) -> list[str]:
             f"{row['role']} ({row['pid']}): {each['name']} grows by {each['low']:g} to {each['high']:g} an hour, "
             f"allowed {each['allowed']:g}"
             for each in row["slopes"]
-            if not each["is_flat"]
+            if each["verdict"] == "grows"
         ]
     for each in found["trainings"]:
         if each["events"] != each["events_written"] or each["gone"]:
