@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from signal import Signals
 from typing import Any, Self
 
 PRELOADED_MODULES = [
@@ -116,7 +117,7 @@ class Ranks:
             process.join()
         self._folder.cleanup()
 
-    def signal(self, rank: int, number: "signal.Signals") -> None:
+    def signal(self, rank: int, number: Signals) -> None:
         """Send a real signal to the process of a rank."""
         pid = self._processes[rank].pid
         assert pid is not None

@@ -246,7 +246,7 @@ class KubernetesClient:
                 return None
             raise
 
-    async def list(self, kind: ResourceKind, namespace: str | None, **params: str) -> "list[Object]":
+    async def list(self, kind: ResourceKind, namespace: str | None, **params: str) -> Sequence[Object]:
         """Return all objects that the parameters select."""
         return (await self._list_pages(kind.path(namespace), params))[0]
 
