@@ -14,6 +14,7 @@ from ringweave.planning.autotune.tuner import (
     NEVER,
     Autotuner,
     GroupPlacement,
+    SurveyBudget,
     message_class,
     pick_candidates,
 )
@@ -218,7 +219,7 @@ def test_no_link_is_believed_to_be_faster_than_a_cluster_file_says() -> None:
     world.rates = dict.fromkeys(NIC, 100e6) | {name: 50e6 for name in TRUE if name not in NIC}
     for _ in range(60):
         world.step()
-    assert world.num_surveys > 0
+    assert world.num_surveys == 0
     assert world.of_kind("plan_changed") == []
     assert world.adviser.rates == {}
 
@@ -243,6 +244,23 @@ def test_a_job_that_slows_itself_down_is_surveyed_less_and_less() -> None:
     assert world.of_kind("plan_changed") == []
     assert world.num_surveys >= 2
     assert world.num_surveys * 1.0 <= 0.02 * world.now_s + 4
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_groups_that_follow_each_other_share_a_budget_of_surveys(is_shared: bool) -> None:
+    """Each group slows itself down after 20 collectives; alone, each of them would be surveyed."""
+    budget, now_s, num_surveys = SurveyBudget(), 0.0, 0
+    for _ in range(20):
+        world = World(tuned={message_class(SIZE): "ring"}, budget=budget if is_shared else None)
+        world.now_s = now_s
+        for _ in range(20):
+            world.step()
+        honest = world.seconds
+        world.seconds = lambda name, num_bytes, honest=honest: 1.6 * honest(name, num_bytes)  # type: ignore[method-assign]
+        for _ in range(20):
+            world.step()
+        now_s, num_surveys = world.now_s, num_surveys + world.num_surveys
+    assert num_surveys <= 0.02 * now_s + 4 if is_shared else num_surveys == 20
 
 
 def test_a_slow_link_is_looked_at_now_and_then_even_if_nothing_shows() -> None:

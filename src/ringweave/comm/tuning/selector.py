@@ -6,6 +6,7 @@ stay undecided until it is done. When one is due follows from decisions and call
 A collective waits only for smaller numbers, which every rank calls before it, so no circular wait is possible.
 """
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -30,7 +31,7 @@ from ringweave.comm.tuning.control_tree import ControlTree, run_survey
 from ringweave.environment import WorkerEnvironment
 from ringweave.files import file_io
 from ringweave.planning import Plan, ScheduleChoice
-from ringweave.planning.autotune.tuner import MAX_AGE_S, Autotuner, GroupPlacement
+from ringweave.planning.autotune.tuner import MAX_AGE_S, Autotuner, GroupPlacement, SurveyBudget
 from ringweave.planning.autotune.tuning_messages import REPORT_WINDOW, TuningDecision, TuningReport, message_class
 from ringweave.planning.plans import EXACT
 from ringweave.schedules import CollectiveKind
@@ -492,6 +493,12 @@ class GroupEventLog:
     group: str
 
 
+@functools.cache
+def _generation_survey_budget() -> SurveyBudget:
+    """Return the budget of this process for the groups of all generations, of which each replaces the one before."""
+    return SurveyBudget()
+
+
 def make_selector(
     store: Store,
     group: GroupInfo,
@@ -513,7 +520,8 @@ def make_selector(
     def make_autotuner(plan: Plan) -> Autotuner:
         # After a failure all members pause until their first collective, so nothing is simulated before it.
         is_awaited = event_log.group.startswith((GENERATION_GROUP_PREFIX, REDUCE_GROUP_PREFIX))
-        return Autotuner(placement, plan, group_plan.tuned, (lambda *_: {}) if is_awaited else None)
+        estimate, budget = ((lambda *_: {}), _generation_survey_budget()) if is_awaited else (None, None)
+        return Autotuner(placement, plan, group_plan.tuned, estimate, budget)
 
     def log_events(adviser: Autotuner) -> None:
         for kind, fields in adviser.take_events():

@@ -406,6 +406,32 @@ class TuningEvent(NamedTuple):
     fields: dict[str, object]
 
 
+@dataclass(slots=True)
+class SurveyBudget:
+    """Times from which surveys are allowed again, and what they follow from.
+
+    Groups that a process forms one after another share it: each would survey at once otherwise.
+    """
+
+    next_drift_survey_s: float = -math.inf
+    """First rank's clock."""
+    next_recheck_s: float = -math.inf
+    """The same for surveys of links that were slow."""
+    num_fruitless: int = 0
+    """Surveys since the last one that changed a plan."""
+
+    def record_survey(self, now_s: float, duration_s: float) -> None:
+        """Record a survey that has changed nothing so far."""
+        fraction = max(_SURVEY_TIME_FRACTION, _FIRST_SURVEY_TIME_FRACTION / 2**self.num_fruitless)
+        self.next_recheck_s = now_s + duration_s / _SURVEY_TIME_FRACTION
+        self.next_drift_survey_s = now_s + duration_s / fraction
+        self.num_fruitless += 1
+
+    def record_change(self, now_s: float) -> None:
+        """Record that the survey has changed the plan."""
+        self.num_fruitless, self.next_drift_survey_s = 0, now_s
+
+
 class Autotuner:
     """Decides the next action from the reports of all ranks; only the first rank has one."""
 
@@ -415,6 +441,7 @@ class Autotuner:
         plan: Plan,
         known_winners: Mapping[str, str] | None = None,
         estimate: Callable[[Plan, int, Mapping[str, float]], Mapping[str, float]] | None = None,
+        budget: SurveyBudget | None = None,
     ) -> None:
         """Start from the known facts.
 
@@ -424,7 +451,9 @@ class Autotuner:
             known_winners: Winning schedule of each message class in an earlier run with the same plan.
             estimate: Simulates a plan's candidates for a size at changed rates; called once for each class that is to
                 be tried. None is `placement.simulate_candidates`.
+            budget: Budget of this group's surveys, on the first rank's clock; None is one of its own.
         """
+        self._budget = budget or SurveyBudget()
         self._estimate = estimate or placement.simulate_candidates
         self.winners = dict(known_winners or {})
         self._winners_at_nominal_rates = dict(known_winners or {})
@@ -438,9 +467,7 @@ class Autotuner:
         self._survey_phases: tuple[SurveyPhase, ...] = ()
         self._survey_reason = ""
         self._suspects: tuple[str, ...] = ()
-        self._num_fruitless_surveys = 0
         self._last_doubted_version = 0
-        self._next_drift_survey_s = self._next_recheck_s = -math.inf
         self._add_event("plan_made", rates={}, **self._plan_facts())
 
     @property
@@ -492,11 +519,7 @@ class Autotuner:
         revised_rates = (
             survey.revised_rates(self._survey_phases, measured) if all(rate > 0 for rate in measured) else {}
         )
-        self._next_recheck_s = now_s + duration_s / _SURVEY_TIME_FRACTION
-        self._next_drift_survey_s = now_s + duration_s / max(
-            _SURVEY_TIME_FRACTION, _FIRST_SURVEY_TIME_FRACTION / 2**self._num_fruitless_surveys
-        )
-        self._num_fruitless_surveys += 1
+        self._budget.record_survey(now_s, duration_s)
         is_new = self._update_rates(revised_rates)
         new_plan = self._placement.plan(self._rates) if is_new else self._plan
         before_s, after_s = self._compare_plans(new_plan)
@@ -506,7 +529,7 @@ class Autotuner:
                 if not case.trials.measured_warm():
                     case.rates = dict(self._rates)
             return self._decide_next(self._case_of(num_bytes, kind, is_on_device))
-        self._num_fruitless_surveys, self._next_drift_survey_s = 0, now_s
+        self._budget.record_change(now_s)
         self._plan_version += 1
         self._plan = new_plan
         self._classes.clear()
@@ -611,7 +634,10 @@ class Autotuner:
 
     def _is_survey_due(self, case: _ClassTuning, now_s: float) -> bool:
         verdict, self._suspects = case.drift.verdict, ()
-        if verdict != DriftVerdict.STEADY and now_s >= self._next_drift_survey_s:
+        if verdict == DriftVerdict.FASTER and not self._rates and not self._placement.rates:
+            # No link is slower than the cluster file says: other work has delayed the ranks before.
+            case.drift, verdict = DriftDetector(), DriftVerdict.STEADY
+        if verdict != DriftVerdict.STEADY and now_s >= self._budget.next_drift_survey_s:
             now_and_usual = f"{case.drift.current or 0:.3g} s per byte, it was {case.drift.baseline or 0:.3g}"
             self._survey_reason = f"collectives are {verdict.value}: {now_and_usual}"
             return True
@@ -620,8 +646,8 @@ class Autotuner:
             self._survey_reason = "collectives are faster than the links that were measured before"
             return True
         self._survey_reason, self._suspects = "some links were slow: is it over?", self._slow_links()
-        is_hoped = case.drift.may_be_faster and now_s >= self._next_drift_survey_s
-        return bool(case.chosen and self._suspects) and (is_hoped or now_s >= self._next_recheck_s)
+        is_hoped = case.drift.may_be_faster and now_s >= self._budget.next_drift_survey_s
+        return bool(case.chosen and self._suspects) and (is_hoped or now_s >= self._budget.next_recheck_s)
 
     def _slow_links(self) -> tuple[str, ...]:
         """Return the links that are slower than they were before anything ran."""
