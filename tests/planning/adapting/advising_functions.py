@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from ringweave import cost, topology
 from ringweave.planning import Plan
-from ringweave.planning.autotune.link_survey import LinkSurvey
-from ringweave.planning.autotune.tuner import Autotuner, GroupPlacement, SurveyBudget
+from ringweave.planning.autotune.link_survey import LinkSurvey, SurveyBudget
+from ringweave.planning.autotune.tuner import Autotuner, GroupPlacement
 from ringweave.planning.autotune.tuning_messages import TuningDecision, TuningReport, message_class
 from ringweave.schedules import NATIVE
 

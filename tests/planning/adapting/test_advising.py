@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ringweave import topology
+from ringweave.planning.autotune.link_survey import SurveyBudget
 from ringweave.planning.autotune.tuner import (
     MAX_AGE_S,
     MAX_PERIOD,
@@ -14,7 +15,6 @@ from ringweave.planning.autotune.tuner import (
     NEVER,
     Autotuner,
     GroupPlacement,
-    SurveyBudget,
     message_class,
     pick_candidates,
 )

@@ -31,7 +31,8 @@ from ringweave.comm.tuning.control_tree import ControlTree, run_survey
 from ringweave.environment import WorkerEnvironment
 from ringweave.files import file_io
 from ringweave.planning import Plan, ScheduleChoice
-from ringweave.planning.autotune.tuner import MAX_AGE_S, Autotuner, GroupPlacement, SurveyBudget
+from ringweave.planning.autotune.link_survey import SurveyBudget
+from ringweave.planning.autotune.tuner import MAX_AGE_S, Autotuner, GroupPlacement
 from ringweave.planning.autotune.tuning_messages import REPORT_WINDOW, TuningDecision, TuningReport, message_class
 from ringweave.planning.plans import EXACT
 from ringweave.schedules import CollectiveKind

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ringweave import cost
 from ringweave.cost import Assumptions
 from ringweave.planning import simulated
-from ringweave.planning.autotune.link_survey import LinkSurvey, SurveyPhase
+from ringweave.planning.autotune.link_survey import LinkSurvey, SurveyBudget, SurveyPhase
 from ringweave.planning.autotune.tuning_messages import TuningDecision, TuningReport, message_class
 from ringweave.planning.group_planner import plan_group
 from ringweave.planning.plans import Plan
@@ -350,10 +350,6 @@ MAX_AGE_S = 24 * 3600.0
 
 _REPORT_TIME_FRACTION = 0.005
 """Fraction of the time between two collectives of a class that reports may take."""
-_SURVEY_TIME_FRACTION = 0.01
-"""Long-run fraction of the time that surveys without findings may take."""
-_FIRST_SURVEY_TIME_FRACTION = 0.1
-"""The same fraction for the first survey; each further survey without findings has half of the one before."""
 _MIN_PLAN_GAIN = 1.05
 """Gain that a new plan must promise over the current one."""
 _NOMINAL_FRACTION = 0.87
@@ -404,32 +400,6 @@ class TuningEvent(NamedTuple):
 
     kind: str
     fields: dict[str, object]
-
-
-@dataclass(slots=True)
-class SurveyBudget:
-    """Times from which surveys are allowed again, and what they follow from.
-
-    Groups that a process forms one after another share it: each would survey at once otherwise.
-    """
-
-    next_drift_survey_s: float = -math.inf
-    """First rank's clock."""
-    next_recheck_s: float = -math.inf
-    """The same for surveys of links that were slow."""
-    num_fruitless: int = 0
-    """Surveys since the last one that changed a plan."""
-
-    def record_survey(self, now_s: float, duration_s: float) -> None:
-        """Record a survey that has changed nothing so far."""
-        fraction = max(_SURVEY_TIME_FRACTION, _FIRST_SURVEY_TIME_FRACTION / 2**self.num_fruitless)
-        self.next_recheck_s = now_s + duration_s / _SURVEY_TIME_FRACTION
-        self.next_drift_survey_s = now_s + duration_s / fraction
-        self.num_fruitless += 1
-
-    def record_change(self, now_s: float) -> None:
-        """Record that the survey has changed the plan."""
-        self.num_fruitless, self.next_drift_survey_s = 0, now_s
 
 
 class Autotuner:
