@@ -9,7 +9,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ringweave.cost import GroupNetwork
 from ringweave.cost.network import max_min_fair_rates
@@ -35,12 +35,15 @@ SurveyPhase = tuple[SurveyStream, ...]
 
 
 @dataclass(slots=True)
-class SurveyBudget:
-    """Times from which surveys are allowed again, and what they follow from.
+class SurveyHistory:
+    """Results of the surveys so far, and the times from which others are allowed.
 
-    Groups that a process forms one after another share it: each would survey at once otherwise.
+    Groups that a process forms one after another share it: each would survey at once otherwise, and none would know the
+    slow links that the one before has found, since it was never faster.
     """
 
+    rates: dict[str, float] = field(default_factory=dict)
+    """Bytes per second of links, by name, where they differ from those known before anything ran."""
     next_drift_survey_s: float = -math.inf
     """First rank's clock."""
     next_recheck_s: float = -math.inf
