@@ -212,6 +212,9 @@ def overlapped_beside_waited(accumulate: int, has_hook: bool) -> tuple[bool, int
         torch.manual_seed(0)
         model = shard(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 4)), (2, 2))
         num_groups = sharded_model.overlap_all_reduces(model) if is_overlapped else 0
+        replicas = next(sharded_model._param_groups(model)).mesh_info.replicate_process_group
+        assert dist.get_process_group_ranks(replicas) == [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
+        assert dist.get_backend(replicas) == "ringweave"
         hooks += [ReadingHook(next(model[2].parameters()))] if has_hook else []
         pairs.append((model, torch.optim.SGD(model.parameters(), lr=0.1)))
     queued, own = [], sharded_model.OverlappedAllReduces.allreduce

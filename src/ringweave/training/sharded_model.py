@@ -141,6 +141,13 @@ class OverlappedAllReduces(dist.ProcessGroup):
         self._group, self._reads_at_once = group, reads_at_once
         self._open: list[dist.Work] = []
 
+    def __eq__(self, other: object) -> bool:
+        """Stand for the group in torch's tables, from which the texts of errors are made."""
+        return other is self or other is self._group
+
+    def __hash__(self) -> int:
+        return hash(self._group)
+
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> dist.Work | None:  # pyrefly: ignore
         """Start an allreduce; return its work, or None if it ends with the backward pass or is done."""
         if opts.reduceOp != dist.ReduceOp.AVG or self._reads_at_once() or not self._waits_at_end():
