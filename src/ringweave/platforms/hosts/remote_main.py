@@ -159,7 +159,7 @@ class RemoteProgram:
         """Listen on a free port until the service starts, so that other hosts can try to reach it."""
         within = parse_ports(request["ports"], where="--ports") if request.get("ports") else None
         port = node_context.free_port(random.SystemRandom(), within)
-        self._listeners.append(socket.create_server(("", port), backlog=64))
+        self._listeners.append(ports.listen_on_all(port, backlog=64))
         return {"port": port}, b""
 
     def _unreachable(self, request: Mapping[str, Any], payload: bytes) -> Answer:
