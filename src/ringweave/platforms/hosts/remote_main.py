@@ -67,6 +67,7 @@ def describe_host() -> dict[str, Any]:
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "max_open_files": open_files,
         "free_disk": free,
+        "state_folder": str(state),
         "machine": platform.machine(),
         "kernel_ports": [kernel.low, kernel.high],
     }
@@ -90,7 +91,6 @@ def host_facts() -> dict[str, Any]:
         "nics": nics,
         "memory_limit": cgroups.memory_limit_bytes(),
         "free_memory": psutil.virtual_memory().available,
-        "state_folder": str(hosts_state_folder()),
     }
 
 
