@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringweave import __version__, ports, units
-from ringweave.environment import PORTS, is_same_minor
+from ringweave.environment import PORTS, PROBE, is_same_minor
 from ringweave.errors import LaunchError, explain
 from ringweave.jobs import admission
 from ringweave.jobs.admission import PermissionCache
@@ -328,7 +328,7 @@ def send_files(files: Sequence[ScriptFile], connection: SshConnection, run_id: s
 
 def forwarded_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of this environment that workers on all hosts get."""
-    return {name: value for name, value in environ.items() if name.startswith(FORWARDED_PREFIXES)}
+    return {name: value for name, value in environ.items() if name.startswith(FORWARDED_PREFIXES) or name == PROBE}
 
 
 def default_run_name(script: str, now: float, existing: Sequence[str]) -> str:
