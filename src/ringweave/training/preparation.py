@@ -406,7 +406,7 @@ def _find_measured_sites(environment: WorkerEnvironment) -> MeasuredSites | None
     group = dist.group.WORLD
     if not isinstance(group, RingweaveProcessGroup) or group.measured_network is None:
         return None
-    if environment.cluster_path is not None:
+    if environment.cluster_path is not None and not environment.probes_described:
         return None
     cluster, rates = group.measured_network.cluster(), group.measured_network.link_rates
     names = list(dict.fromkeys(each.location.node for each in group.members.ranks))
