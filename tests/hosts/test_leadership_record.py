@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringweave.errors import LaunchError, NotLeaderError
-from ringweave.param_server import leadership_log
+from ringweave.param_server import leadership
 from ringweave.param_server.leadership import LeadershipRecord
 from ringweave.platforms.hosts import host_runtime
 from ringweave.platforms.hosts.messages import LeadershipAnswer, LeadershipRequest
@@ -40,7 +40,7 @@ class EntryLog:
             raise LaunchError("no quorum has answered")
 
     def ask(self, record: LeadershipRecord | None, round_: int = ROUND) -> LeadershipAnswer:
-        text = None if record is None else leadership_log.dump_record(record)
+        text = None if record is None else leadership.dump_record(record)
         try:
             return host_runtime.commit_leadership(LeadershipRequest(round=round_, record=text), self.change)
         except LaunchError as error:
@@ -48,7 +48,7 @@ class EntryLog:
 
     def latest(self) -> LeadershipRecord | None:
         found = self.ask(None).record
-        return None if found is None else leadership_log.parse_record(found)
+        return None if found is None else leadership.parse_record(found)
 
     def append(self, record: LeadershipRecord) -> bool:
         return self.ask(record).is_appended

@@ -10,7 +10,7 @@ import pytest
 
 from ringweave import planning, topology
 from ringweave.planning.partition.solve import solve_partition
-from ringweave.plots import charts, figures, plan_plot
+from ringweave.plots import figures, plan_plot
 from ringweave_bench import pipeline_history, result_charts
 from tests.pictures.overlapping import overlaps
 from tests.pictures.test_architectures import SETTING
@@ -77,14 +77,14 @@ def test_labels_of_plans_do_not_overlap(path: Path, drawn: list[Any]) -> None:
 
 @pytest.mark.parametrize("num_workers", [16, 32])
 def test_labels_of_curves_do_not_overlap(num_workers: int, drawn: list[Any]) -> None:
-    charts.draw_over_latency(replace(SETTING, num_workers=num_workers), Path("curves.png"))
+    figures.draw_over_latency(replace(SETTING, num_workers=num_workers), Path("curves.png"))
     assert overlaps(drawn[0]) == []
     assert all("(s)" in axis.get_xlabel() for axis in drawn[0].axes)
 
 
 def test_labels_of_charts_do_not_overlap(drawn: list[Any]) -> None:
     result_charts.draw_results([RACKS, LOCAL], Path("bars.png"))
-    charts.draw_partition(solve_partition(PROBLEM), Path("partition.png"))
+    figures.draw_partition(solve_partition(PROBLEM), Path("partition.png"))
     windows = [
         {"kind": "pipeline_measured", "first_step": at, "end_step": at + 10, "blocks": 12, "splits": [3, 6, 9]}
         for at in range(0, 80, 10)

@@ -4,8 +4,8 @@ import pytest
 
 from ringweave.cost import architectures
 from ringweave.cost.architectures import ArchitectureSetting
-from ringweave.plots import charts
-from ringweave.plots.charts import WorkerSweep
+from ringweave.plots import figures
+from ringweave.plots.figures import WorkerSweep
 
 SETTING = ArchitectureSetting(
     num_workers=16,
@@ -27,7 +27,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_against_latency(path: Path) -> None:
-    charts.draw_over_latency(SETTING, path)
+    figures.draw_over_latency(SETTING, path)
     words = path.read_text()
     for expected in (
         "S = 100MB, B = 1Gbit/s, C = 1e-10 s/byte, N = 16, k = 4",
@@ -44,7 +44,7 @@ def test_against_latency(path: Path) -> None:
 @pytest.mark.slow
 def test_against_workers(path: Path) -> None:
     sweep = architectures.settings_over_workers(SETTING, range(4, 65, 4), lambda count: count // 4)
-    charts.draw_over_workers([WorkerSweep(title="rings of 4", settings=tuple(sweep))], path)
+    figures.draw_over_workers([WorkerSweep(title="rings of 4", settings=tuple(sweep))], path)
     words = path.read_text()
     for expected in (
         "S = 100MB, B = 1Gbit/s, C = 1e-10 s/byte, a = 200ms",

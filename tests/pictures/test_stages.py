@@ -4,7 +4,7 @@ import pytest
 
 from ringweave.planning.partition.problem import PartitionProblem
 from ringweave.planning.partition.solve import solve_partition
-from ringweave.plots import charts
+from ringweave.plots import figures
 
 PROBLEM = PartitionProblem(
     work=((8, 1, 8),), capability=(1, 0.01, 1), activation=(2, 2, 2), bandwidth=(1, 1), allow_empty=True
@@ -12,7 +12,7 @@ PROBLEM = PartitionProblem(
 
 
 def test_rows() -> None:
-    assert [line.split() for line in charts.partition_rows(solve_partition(PROBLEM))] == [
+    assert [line.split() for line in figures.partition_rows(solve_partition(PROBLEM))] == [
         ["device", "blocks", "compute", "s", "transfer", "s"],
         ["1", "1", "8", "0", "#" * 36],
         ["2", "none", "0", "2", "=" * 9],
@@ -21,7 +21,7 @@ def test_rows() -> None:
 
 
 def test_rows_without_any_time() -> None:
-    assert charts.partition_rows(solve_partition(PartitionProblem(work=((0,),), capability=(1,))))[1].split() == [
+    assert figures.partition_rows(solve_partition(PartitionProblem(work=((0,),), capability=(1,))))[1].split() == [
         "1",
         "1",
         "0",
@@ -34,7 +34,7 @@ def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib as mpl
 
     monkeypatch.setitem(mpl.rcParams, "svg.fonttype", "none")
-    charts.draw_partition(solve_partition(PROBLEM), tmp_path / "p.svg")
+    figures.draw_partition(solve_partition(PROBLEM), tmp_path / "p.svg")
     words = (tmp_path / "p.svg").read_text()
     for expected in (
         "device 1: 1<",
@@ -51,7 +51,7 @@ def test_many_devices_are_not_all_named(tmp_path: Path, monkeypatch: pytest.Monk
     import matplotlib as mpl
 
     monkeypatch.setitem(mpl.rcParams, "svg.fonttype", "none")
-    charts.draw_partition(
+    figures.draw_partition(
         solve_partition(PartitionProblem(work=((1,) * 100,), capability=(1,) * 100)), tmp_path / "p.svg"
     )
     assert (tmp_path / "p.svg").read_text().count(">device ") == 34

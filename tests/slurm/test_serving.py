@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from ringweave.lab import lab_processes
-from ringweave.param_server.leadership_log import FolderLeadershipLog
+from ringweave.param_server.leadership import FolderLeadershipLog
 from tests.launch.small_training import PREPARED, SUM, epoch, prepared
 from tests.polling import wait_until
 

@@ -26,7 +26,7 @@ PRELOADED_MODULES = [
     "torch.nn.parallel",
     "ringweave.comm.backend",
     "ringweave.comm.engine.engine",
-    "ringweave.comm.probing.lookup",
+    "ringweave.comm.probing.measure",
     "ringweave.comm.transport.shared_memory",
     "ringweave.comm.transport.sockets",
     "ringweave.param_server.client",
@@ -34,7 +34,7 @@ PRELOADED_MODULES = [
     "ringweave.topology.discovery",  # loaded by every group of several nodes
     "ringweave.training",
     "ringweave.training.elastic.member_process",
-    "ringweave.training.sharded_model",
+    "ringweave.training.preparation",
     "ringweave.testing.ranks",
 ]
 """Modules loaded by the fork server. One list for all tests, since a process has one fork server, which loads the list

@@ -1,4 +1,9 @@
-"""`ringweave.prepare`: three lines in a single-process script make it train on all workers."""
+"""`ringweave.prepare`: three lines in a single-process script make it train on all workers.
+
+A model under FSDP2 or HSDP sums its gradients itself, and takes the mean of the ranks'. A rank's portion of the batch
+gets its weight where the script's loss goes back into the model: the gradients of the outputs are multiplied by
+N b_i / sum b (N ranks, b_i samples on this rank), and the gradients of all parameters follow from them in proportion.
+"""
 
 import atexit
 import dataclasses
@@ -9,8 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from ringweave import units
@@ -18,6 +25,7 @@ from ringweave.comm import default_group, group_info
 from ringweave.comm.backend import RingweaveProcessGroup
 from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
 from ringweave.environment import AUTO_WIRE, EXACT, WorkerEnvironment, check_max_loss_increase, check_wire
+from ringweave.errors import TrainingError, UsageError
 from ringweave.jobs import modes
 from ringweave.param_server import optimizers
 from ringweave.param_server.client import RingClient
@@ -46,7 +54,7 @@ from ringweave.training.options import Asynchronous, Local, Script
 from ringweave.training.outer_optimizer import OuterOptimizer
 from ringweave.training.outer_steps import RoundControl, SiteExchange, SiteMembership, SiteSource
 from ringweave.training.recorder import Recorder, StepRecorder
-from ringweave.training.rings import server_job, startup_rendezvous
+from ringweave.training.rings import ring_formation, startup_rendezvous
 from ringweave.training.rings.elastic_ring import AssignedMember, ElasticRing
 from ringweave.training.rings.ring_formation import RingShares, relative_speeds
 from ringweave.training.rings.ring_worker import ParameterServerOptimizer
@@ -59,6 +67,107 @@ from ringweave.training.rings.static_ring import (
     ring_index,
 )
 from ringweave.training.timing import StepTimer
+
+_FULLY_SHARD = "Shard the whole model by torch.distributed.fsdp.fully_shard over a mesh of all ranks, before prepare"
+
+
+def decide_sharded_mode(requested: str, launcher_mode: str | None) -> tuple[str, str]:
+    """Return the mode of a sharded model, and the reason in words.
+
+    Raises:
+        UsageError: Another mode than sync is asked for.
+    """
+    mode, source = modes.decide_mode(requested, launcher_mode, 1)
+    if mode == modes.SYNC:
+        is_asked = modes.SYNC in (requested, launcher_mode)
+        return mode, source if is_asked else "the model is sharded, and its ranks wait for one another in every layer"
+    reasons = {
+        modes.BALANCED: "the waits for one another in every layer hide how fast each rank is",
+        modes.LOCAL: "each site would need the whole model",
+        modes.PS: "each worker alone would need the whole model",
+        modes.PS_HRA: "the parameter server needs the whole model",
+    }
+    expected = f"sync for a sharded model, since {reasons[mode]}"
+    do = "Leave the mode out, or wrap the model in nothing and let prepare replicate it"
+    raise UsageError("mode", got=mode, expected=expected, do=f"{do} ({source})")
+
+
+def check_sharded_script(script: Script, environment: WorkerEnvironment) -> None:
+    """Refuse options that do not go with a sharded model, and models that are sharded in another way.
+
+    Raises:
+        UsageError: The job is elastic.
+        TrainingError: For the first thing that does not fit.
+    """
+    if environment.coordinators:
+        got, expected = "a sharded model", "one that every worker has whole: a lost worker takes its part along"
+        do = "Leave out --elastic, and go on from checkpoints after a failure"
+        raise UsageError("model of an elastic job", got=got, expected=expected, do=do)
+    if script.ddp:
+        expected, do = "none for a sharded model, which is not in DistributedDataParallel", "Leave them out"
+        raise TrainingError("options ddp", got=", ".join(sorted(script.ddp)), expected=expected, do=do)
+    for name, parameter in script.model.named_parameters():
+        problem = _parameter_problem(parameter)
+        if problem:
+            expected = "a part of a tensor that is sharded over all ranks"
+            raise TrainingError(f"parameter {name}", got=problem, expected=expected, do=_FULLY_SHARD)
+    own = set(script.model.parameters())
+    num_foreign = sum(parameter not in own for parameter in script.parameters)
+    if num_foreign:
+        got = f"{num_foreign} of {len(script.parameters)} that the model does not have"
+        do = "Make the optimizer after fully_shard, which replaces the parameters"
+        raise TrainingError("parameters of the optimizer", got=got, expected="the sharded model's", do=do)
+
+
+def _parameter_problem(parameter: Tensor) -> str:
+    """Return how a parameter is not sharded as FSDP2 and HSDP do it over all ranks; empty if it is, or is frozen."""
+    if not isinstance(parameter, DTensor):
+        is_flat = type(parameter).__name__ == "FlatParameter"
+        return "one of FullyShardedDataParallel (FSDP1)" if is_flat else "a whole tensor" * parameter.requires_grad
+    *outer, inner = parameter.placements
+    if not isinstance(inner, Shard) or not all(isinstance(each, Replicate) for each in outer):
+        return f"a tensor with placements {parameter.placements}"
+    num_ranks = parameter.device_mesh.size()
+    return "" if num_ranks == dist.get_world_size() else f"a tensor over {num_ranks} ranks of {dist.get_world_size()}"
+
+
+@torch.no_grad()
+def share_replicas(model: nn.Module, control: ControlGroup) -> None:
+    """Give all ranks the same values of what several of them hold: replicas of shards, buffers, frozen parameters.
+
+    As in DistributedDataParallel, values of lower ranks count. A shard that one rank alone holds stays as it is.
+    """
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not isinstance(tensor, DTensor):
+            tensor.copy_(control.broadcast(tensor.detach().cpu().contiguous()))
+            continue
+        for dimension, placement in enumerate(tensor.placements):
+            if isinstance(placement, Replicate):
+                dist.broadcast(tensor.to_local(), group=tensor.device_mesh.get_group(dimension), group_src=0)
+
+
+def weigh_outputs(model: nn.Module, weights: SampleWeights) -> None:
+    """Weight the gradients that go into the model by its samples, from the next forward pass on."""
+
+    def weigh(output: Tensor) -> Tensor:
+        if not output.requires_grad:
+            return output
+        handed_out = output.view_as(output)  # the model itself may use the output too, whose gradient is weighted once
+        handed_out.register_hook(weights.weigh)
+        return handed_out
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        del module, args
+        if not torch.is_grad_enabled():
+            return output
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output)):
+            expected = "a tensor, or a tuple, list or dict with tensors"
+            do = "Return one, so that gradients can be weighted by the samples of each rank"
+            raise TrainingError("output of the model", got=type(output).__name__, expected=expected, do=do)
+        return pytree.tree_map_only(Tensor, weigh, output)
+
+    model.register_forward_hook(hook)
+
 
 Prepared = tuple[Any, Optimizer, SharedLoader]
 """Replacements of the script's model, optimizer and loader: the model in DistributedDataParallel, or sharded as it is.
@@ -192,7 +301,7 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
         settings = script.local.as_asynchronous()
         script, reason = dataclasses.replace(script, settings=settings), f"{reason}; {options.ELASTIC_SITES}"
     if has_server:
-        server_job.check_optimizer_fresh(script.optimizer, settings)
+        ring_formation.check_optimizer_fresh(script.optimizer, settings)
     check_elastic_data(script.spec)
     must_match, assigned = script.elastic_must_match(mode), None
     if has_server:
@@ -320,18 +429,18 @@ def _choose_within_bound(
 
 def _prepare_sharded(script: Script, environment: WorkerEnvironment) -> Prepared:
     """Prepare a model that FSDP has sharded: it stays as it is, and sums its gradients itself."""
-    from ringweave.training import sharded_model  # late: torch.distributed.tensor takes a part of a second
+    # late: torch.distributed.tensor takes a part of a second
 
-    sharded_model.check_script(script, environment)
-    mode, reason = sharded_model.decide_mode(script.mode, environment.mode)
+    check_sharded_script(script, environment)
+    mode, reason = decide_sharded_mode(script.mode, environment.mode)
     script = dataclasses.replace(script, max_loss_increase=None)  # its gradients stay exact, and there is no choice
     reports, control = _gather_reports(script, environment, mode, is_open=False)
     recorder, timer = Recorder(environment, control.rank), _step_timer(script, environment)
     balancer = _make_balancer(reports, mode, timer, control, recorder, batch_samples=script.spec.batch_samples)
     weights = SampleWeights(num_ranks=control.world_size, is_mean=script.is_mean)
     recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=balancer.latest)
-    sharded_model.share_replicas(script.model, control)
-    sharded_model.weigh_outputs(script.model, weights)
+    share_replicas(script.model, control)
+    weigh_outputs(script.model, weights)
     membership = StaticMembership(control, balancer, timer, recorder.epoch_accounted)
     source = OrderSource(script.loader, script.spec, reports[0]["seed"], membership)
     weight = _batch_weight(script, control)
@@ -505,10 +614,10 @@ def _prepare_static_rings(
     settings, optimizer, parameters = script.settings, script.optimizer, script.parameters
     mode, chosen_rings, reconsideration = choice
     sample_weights = script.sample_weights
-    server_job.check_optimizer_fresh(optimizer, settings)
-    server_job.check_same_prefetch(reports)
-    connectors, speeds = server_job.server_connectors(environment), relative_speeds(reports)
-    formation = server_job.form_initial_rings(mode, settings, speeds, reports, chosen_rings)
+    ring_formation.check_optimizer_fresh(optimizer, settings)
+    ring_formation.check_same_prefetch(reports)
+    connectors, speeds = ring_formation.server_connectors(environment), relative_speeds(reports)
+    formation = ring_formation.form_initial_rings(mode, settings, speeds, reports, chosen_rings)
     rings = formation.rings
     ring_groups, index = create_ring_groups(rings, control.rank), ring_index(rings, control.rank)
     weights = SampleWeights(num_ranks=len(rings[index]), is_mean=script.is_mean)
@@ -517,10 +626,10 @@ def _prepare_static_rings(
     broadcast_untrained(script.model, parameters, control)
     parallel = gradients.wrap_ddp(script.model, weights, reducer, script.ddp)
     timing.attach_timer(timer, parallel, optimizer)  # the script's own optimizer: it takes the local steps
-    setup = server_job.build_server_setup(parallel.module, optimizer, rings, settings)
+    setup = ring_formation.build_server_setup(parallel.module, optimizer, rings, settings)
     if control.rank == 0:
-        client = RingClient(connectors, index, reconnect_timeout_s=server_job.SERVER_START_TIMEOUT_S)
-        server_job.start_server_job(client, setup, parameters)
+        client = RingClient(connectors, index, reconnect_timeout_s=ring_formation.SERVER_START_TIMEOUT_S)
+        ring_formation.start_server_job(client, setup, parameters)
         client.close()
     control.broadcast(torch.zeros(1))  # all ranks wait until the server has the job
     assignment = RingAssignment(connectors, control, setup, parameters, ring_groups, settings.local_steps)
@@ -528,7 +637,7 @@ def _prepare_static_rings(
     atexit.register(assignment.leave_server)
     ring_optimizer = ParameterServerOptimizer(optimizer, assignment.current.worker)
     shares = RingShares(
-        server_job.initial_shares(script.spec.batch_samples, speeds, reports),
+        ring_formation.initial_shares(script.spec.batch_samples, speeds, reports),
         timer,
         control,
         recorder.shares_changed,

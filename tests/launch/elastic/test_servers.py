@@ -8,8 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ringweave.param_server.leadership import LeadershipRecord
-from ringweave.param_server.leadership_log import FolderLeadershipLog
+from ringweave.param_server.leadership import FolderLeadershipLog, LeadershipRecord
 from tests.launch.conftest import Run
 from tests.launch.small_training import SUM, epoch, prepared
 from tests.polling import wait_until

@@ -19,7 +19,7 @@ from ringweave.launcher.services import JobServer, SidecarEndpoint
 from ringweave.launcher.supervise import NodePlan, NodeWorkers
 from ringweave.launcher.workers import HostPort, WorkerExit, WorkerProgram
 from ringweave.membership.client import COORDINATOR_SEARCH_S
-from ringweave.membership.member_rules import StopTraining
+from ringweave.membership.membership_records import StopTraining
 from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig, RendezvousResult
 from ringweave.platforms.agent.node_round import NodeOutcome, NodeRound, ProgressReader, conclude_elastic_node

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from ringweave.errors import NotLeaderError, UsageError
-from ringweave.param_server.leadership import LeadershipRecord
-from ringweave.param_server.leadership_log import (
+from ringweave.param_server.leadership import (
     MAX_RECORDS,
     FolderLeadershipLog,
     LeadershipLog,
+    LeadershipRecord,
     LogAnswer,
     LogServer,
     RoundLeadership,

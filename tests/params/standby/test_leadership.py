@@ -12,8 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringweave.errors import NotLeaderError
-from ringweave.param_server.leadership import LeadershipRecord, Reachability
-from ringweave.param_server.leadership_log import FolderLeadershipLog, LogServer, SocketLeadershipLog
+from ringweave.param_server.leadership import (
+    FolderLeadershipLog,
+    LeadershipRecord,
+    LogServer,
+    Reachability,
+    SocketLeadershipLog,
+)
 from tests import effort
 from tests.params.standby.worlds import LEASE_S, World
 

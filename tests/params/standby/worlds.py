@@ -6,8 +6,7 @@ from typing import Any, cast
 
 from ringweave import rpc
 from ringweave.errors import ConnectionLostError, DeadlineError, NotLeaderError, RemoteError, RpcError
-from ringweave.param_server.leadership import LeadershipRecord, Reachability
-from ringweave.param_server.leadership_log import FolderLeadershipLog
+from ringweave.param_server.leadership import FolderLeadershipLog, LeadershipRecord, Reachability
 from ringweave.param_server.messages import Push
 from ringweave.param_server.replication import CopyState, RenewLease, ReplicatePush
 from ringweave.param_server.standby import ServerLeadership

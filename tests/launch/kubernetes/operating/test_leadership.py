@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from ringweave.errors import NotLeaderError
-from ringweave.param_server.leadership import LeadershipRecord
-from ringweave.param_server.leadership_log import LeadershipLog
+from ringweave.param_server.leadership import LeadershipLog, LeadershipRecord
 from ringweave.platforms.kubernetes import api_client, objects
 from ringweave.platforms.kubernetes.agent_main import GatewayLeadershipLog
 from tests.launch.kubernetes.operating.test_desk import Office

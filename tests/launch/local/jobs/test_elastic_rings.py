@@ -11,8 +11,7 @@ import psutil
 import pytest
 
 from ringweave.jobs.request import ElasticRequest
-from ringweave.param_server.leadership import LeadershipRecord
-from ringweave.param_server.leadership_log import FolderLeadershipLog
+from ringweave.param_server.leadership import FolderLeadershipLog, LeadershipRecord
 from tests.launch.local.jobs.conftest import Here, processes_of
 from tests.launch.small_training import SUM, epoch, prepared
 from tests.polling import wait_until

@@ -15,7 +15,7 @@ from ringweave.jobs.request import JobRequest, NodeRequest
 from ringweave.platforms.api import LogQuery
 from ringweave.platforms.local.job_folder import REGISTRY
 from ringweave.platforms.local.registry import LocalJobRegistry
-from ringweave.platforms.remote import RemotePlatform
+from ringweave.platforms.registry import RemotePlatform
 from tests.launch.local.jobs.conftest import Here, Running, processes_of
 from tests.launch.services.served import TOKEN, served
 from tests.polling import wait_until
