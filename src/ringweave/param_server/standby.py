@@ -518,12 +518,13 @@ class StandbyHandlers:
         self._leadership.note_leader_heard()
 
 
-def join_as_standby(
-    handlers: StandbyHandlers, leadership: ServerLeadership, stop: Callable[[float], bool], retry_s: float = 0.5
-) -> None:
+_FOLLOW_RETRY_S = 0.5
+
+
+def join_as_standby(handlers: StandbyHandlers, leadership: ServerLeadership, stop: Callable[[float], bool]) -> None:
     """Ask until this server leads, follows, or has to end; for a thread of its own."""
     while not (leadership.is_leading or leadership.is_following or leadership.superseded):
-        if handlers.request_to_follow() or stop(retry_s):
+        if handlers.request_to_follow() or stop(_FOLLOW_RETRY_S):
             return
 
 

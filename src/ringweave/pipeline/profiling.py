@@ -467,7 +467,6 @@ def partition(
     num_microbatches: int | None = None,
     memory_bytes: Sequence[float] | None = None,
     in_flight: Sequence[int] | None = None,
-    allow_empty: bool = False,
 ) -> Partition:
     """Find the best splits for these blocks, devices and links; exact.
 
@@ -478,7 +477,6 @@ def partition(
         memory_bytes: Memory of each device; None: unlimited.
         in_flight: Microbatches that each stage holds at once, as `PipelineSchedule.peak_in_flight` counts them; needs
             `memory_bytes`.
-        allow_empty: A device may get no blocks.
 
     Raises:
         UsageError: The blocks do not fit into the devices' memory, or there are fewer blocks than devices.
@@ -497,7 +495,6 @@ def partition(
         activation=tuple(float(max(cost.forward_bytes, cost.backward_bytes)) for cost in profile.blocks),
         bandwidth=bandwidth,
         memory=_memory_limits(profile, memory_bytes, in_flight),
-        allow_empty=allow_empty,
     )
     return solve_partition(problem, num_microbatches)
 
