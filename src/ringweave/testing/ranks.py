@@ -34,7 +34,7 @@ PRELOADED_MODULES = [
     "ringweave.topology.discovery",  # loaded by every group of several nodes
     "ringweave.training",
     "ringweave.training.elastic.member_process",
-    "ringweave.training.preparation",
+    "ringweave.training.sharded_model",
     "ringweave.testing.ranks",
 ]
 """Modules loaded by the fork server. One list for all tests, since a process has one fork server, which loads the list

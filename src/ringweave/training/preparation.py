@@ -1,9 +1,4 @@
-"""`ringweave.prepare`: three lines in a single-process script make it train on all workers.
-
-A model under FSDP2 or HSDP sums its gradients itself, and takes the mean of the ranks'. A rank's portion of the batch
-gets its weight where the script's loss goes back into the model: the gradients of the outputs are multiplied by
-N b_i / sum b (N ranks, b_i samples on this rank), and the gradients of all parameters follow from them in proportion.
-"""
+"""`ringweave.prepare`: three lines in a single-process script make it train on all workers."""
 
 import atexit
 import dataclasses
@@ -14,10 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from ringweave import units
@@ -25,7 +18,6 @@ from ringweave.comm import default_group, group_info
 from ringweave.comm.backend import RingweaveProcessGroup
 from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
 from ringweave.environment import AUTO_WIRE, EXACT, WorkerEnvironment, check_max_loss_increase, check_wire
-from ringweave.errors import TrainingError, UsageError
 from ringweave.jobs import modes
 from ringweave.param_server import optimizers
 from ringweave.param_server.client import RingClient
@@ -67,107 +59,6 @@ from ringweave.training.rings.static_ring import (
     ring_index,
 )
 from ringweave.training.timing import StepTimer
-
-_FULLY_SHARD = "Shard the whole model by torch.distributed.fsdp.fully_shard over a mesh of all ranks, before prepare"
-
-
-def decide_sharded_mode(requested: str, launcher_mode: str | None) -> tuple[str, str]:
-    """Return the mode of a sharded model, and the reason in words.
-
-    Raises:
-        UsageError: Another mode than sync is asked for.
-    """
-    mode, source = modes.decide_mode(requested, launcher_mode, 1)
-    if mode == modes.SYNC:
-        is_asked = modes.SYNC in (requested, launcher_mode)
-        return mode, source if is_asked else "the model is sharded, and its ranks wait for one another in every layer"
-    reasons = {
-        modes.BALANCED: "the waits for one another in every layer hide how fast each rank is",
-        modes.LOCAL: "each site would need the whole model",
-        modes.PS: "each worker alone would need the whole model",
-        modes.PS_HRA: "the parameter server needs the whole model",
-    }
-    expected = f"sync for a sharded model, since {reasons[mode]}"
-    do = "Leave the mode out, or wrap the model in nothing and let prepare replicate it"
-    raise UsageError("mode", got=mode, expected=expected, do=f"{do} ({source})")
-
-
-def check_sharded_script(script: Script, environment: WorkerEnvironment) -> None:
-    """Refuse options that do not go with a sharded model, and models that are sharded in another way.
-
-    Raises:
-        UsageError: The job is elastic.
-        TrainingError: For the first thing that does not fit.
-    """
-    if environment.coordinators:
-        got, expected = "a sharded model", "one that every worker has whole: a lost worker takes its part along"
-        do = "Leave out --elastic, and go on from checkpoints after a failure"
-        raise UsageError("model of an elastic job", got=got, expected=expected, do=do)
-    if script.ddp:
-        expected, do = "none for a sharded model, which is not in DistributedDataParallel", "Leave them out"
-        raise TrainingError("options ddp", got=", ".join(sorted(script.ddp)), expected=expected, do=do)
-    for name, parameter in script.model.named_parameters():
-        problem = _parameter_problem(parameter)
-        if problem:
-            expected = "a part of a tensor that is sharded over all ranks"
-            raise TrainingError(f"parameter {name}", got=problem, expected=expected, do=_FULLY_SHARD)
-    own = set(script.model.parameters())
-    num_foreign = sum(parameter not in own for parameter in script.parameters)
-    if num_foreign:
-        got = f"{num_foreign} of {len(script.parameters)} that the model does not have"
-        do = "Make the optimizer after fully_shard, which replaces the parameters"
-        raise TrainingError("parameters of the optimizer", got=got, expected="the sharded model's", do=do)
-
-
-def _parameter_problem(parameter: Tensor) -> str:
-    """Return how a parameter is not sharded as FSDP2 and HSDP do it over all ranks; empty if it is, or is frozen."""
-    if not isinstance(parameter, DTensor):
-        is_flat = type(parameter).__name__ == "FlatParameter"
-        return "one of FullyShardedDataParallel (FSDP1)" if is_flat else "a whole tensor" * parameter.requires_grad
-    *outer, inner = parameter.placements
-    if not isinstance(inner, Shard) or not all(isinstance(each, Replicate) for each in outer):
-        return f"a tensor with placements {parameter.placements}"
-    num_ranks = parameter.device_mesh.size()
-    return "" if num_ranks == dist.get_world_size() else f"a tensor over {num_ranks} ranks of {dist.get_world_size()}"
-
-
-@torch.no_grad()
-def share_replicas(model: nn.Module, control: ControlGroup) -> None:
-    """Give all ranks the same values of what several of them hold: replicas of shards, buffers, frozen parameters.
-
-    As in DistributedDataParallel, values of lower ranks count. A shard that one rank alone holds stays as it is.
-    """
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if not isinstance(tensor, DTensor):
-            tensor.copy_(control.broadcast(tensor.detach().cpu().contiguous()))
-            continue
-        for dimension, placement in enumerate(tensor.placements):
-            if isinstance(placement, Replicate):
-                dist.broadcast(tensor.to_local(), group=tensor.device_mesh.get_group(dimension), group_src=0)
-
-
-def weigh_outputs(model: nn.Module, weights: SampleWeights) -> None:
-    """Weight the gradients that go into the model by its samples, from the next forward pass on."""
-
-    def weigh(output: Tensor) -> Tensor:
-        if not output.requires_grad:
-            return output
-        handed_out = output.view_as(output)  # the model itself may use the output too, whose gradient is weighted once
-        handed_out.register_hook(weights.weigh)
-        return handed_out
-
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        del module, args
-        if not torch.is_grad_enabled():
-            return output
-        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output)):
-            expected = "a tensor, or a tuple, list or dict with tensors"
-            do = "Return one, so that gradients can be weighted by the samples of each rank"
-            raise TrainingError("output of the model", got=type(output).__name__, expected=expected, do=do)
-        return pytree.tree_map_only(Tensor, weigh, output)
-
-    model.register_forward_hook(hook)
-
 
 Prepared = tuple[Any, Optimizer, SharedLoader]
 """Replacements of the script's model, optimizer and loader: the model in DistributedDataParallel, or sharded as it is.
@@ -429,18 +320,19 @@ def _choose_within_bound(
 
 def _prepare_sharded(script: Script, environment: WorkerEnvironment) -> Prepared:
     """Prepare a model that FSDP has sharded: it stays as it is, and sums its gradients itself."""
-    # late: torch.distributed.tensor takes a part of a second
+    from ringweave.training import sharded_model  # late: torch.distributed.tensor takes a part of a second
 
-    check_sharded_script(script, environment)
-    mode, reason = decide_sharded_mode(script.mode, environment.mode)
+    sharded_model.check_script(script, environment)
+    mode, reason = sharded_model.decide_mode(script.mode, environment.mode)
     script = dataclasses.replace(script, max_loss_increase=None)  # its gradients stay exact, and there is no choice
     reports, control = _gather_reports(script, environment, mode, is_open=False)
     recorder, timer = Recorder(environment, control.rank), _step_timer(script, environment)
     balancer = _make_balancer(reports, mode, timer, control, recorder, batch_samples=script.spec.batch_samples)
     weights = SampleWeights(num_ranks=control.world_size, is_mean=script.is_mean)
     recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=balancer.latest)
-    share_replicas(script.model, control)
-    weigh_outputs(script.model, weights)
+    sharded_model.share_replicas(script.model, control)
+    sharded_model.weigh_outputs(script.model, weights)
+    sharded_model.overlap_all_reduces(script.model)
     membership = StaticMembership(control, balancer, timer, recorder.epoch_accounted)
     source = OrderSource(script.loader, script.spec, reports[0]["seed"], membership)
     weight = _batch_weight(script, control)
