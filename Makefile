@@ -52,7 +52,7 @@ test-kube: setup
 
 # Operator and supervisor killed at every boundary of every life; make test takes one life of each.
 test-crashes: setup
-	$(BIN)/pytest tests/launch/kubernetes/operating/test_crashes.py tests/launch/local/jobs/test_crashes.py \
+	$(BIN)/pytest tests/platforms/kubernetes/operating/test_crashes.py tests/platforms/local/test_crashes.py \
 		--all-crashes -p no:randomly
 
 check: setup

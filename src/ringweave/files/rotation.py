@@ -228,7 +228,7 @@ class RotatingFile:
         is_current = False
         try:
             with _locked(descriptor) as has_lock:
-                is_current = _is_at(self.path, descriptor) and not (
+                is_current = file_io.is_same_file(self.path, descriptor) and not (
                     self._is_full(descriptor, len(record), has_lock=has_lock) and self._set_aside(descriptor)
                 )
                 if not is_current:
@@ -250,7 +250,9 @@ class RotatingFile:
         first = 1 + _last_line(segments, kept)
         last = first - 1 + max(1, _count_lines(descriptor))
         try:
-            if _is_at(self.path, descriptor):  # where there are no locks, another process may have been faster
+            if file_io.is_same_file(
+                self.path, descriptor
+            ):  # where there are no locks, another process may have been faster
                 self.path.rename(self.path.with_name(f"{self.path.name}.{first}-{last}"))
         except OSError:
             return False
@@ -274,7 +276,7 @@ class RotatingFile:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released with the file, also if it is killed
             except OSError:
                 return False
-            if not _is_at(oldest.path, file.fileno()):
+            if not file_io.is_same_file(oldest.path, file.fileno()):
                 return True
             kept = find_segments(self.path)[1]
             merged = self.path.with_name(f"{self.path.name}.kept-{oldest.last}")
@@ -322,14 +324,6 @@ def _wait_lock(descriptor: int) -> bool:
             return False
         else:
             return True
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Return whether a path still names an open file."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 def _count_lines(descriptor: int) -> int:

@@ -133,6 +133,11 @@ class ObservedJobState:
     late_nodes: frozenset[int] = frozenset()
     """Nodes of an elastic job that may come while the others train; the barrier does not wait for them."""
 
+    @property
+    def is_under_way(self) -> bool:
+        """A group runs, or is being removed."""
+        return any(group.phase.is_alive or group.is_terminating for group in self.groups)
+
 
 def cause_of_exit(exit_code: int | None, signal_name: str | None, *, blames_peer: bool) -> EndCause:
     """Return the cause of the end of failed workers, by the first one that failed.

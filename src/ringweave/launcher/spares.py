@@ -335,7 +335,6 @@ PRELOADED_MODULES = (
     "ringweave.comm.engine.engine",
     "ringweave.comm.generation_group",
     "ringweave.comm.group_plan",
-    "ringweave.comm.probing.lookup",
     "ringweave.comm.probing.measure",
     "ringweave.comm.transport.shared_memory",
     "ringweave.comm.transport.sockets",

@@ -46,7 +46,7 @@ from ringweave.training.options import Asynchronous, Local, Script
 from ringweave.training.outer_optimizer import OuterOptimizer
 from ringweave.training.outer_steps import RoundControl, SiteExchange, SiteMembership, SiteSource
 from ringweave.training.recorder import Recorder, StepRecorder
-from ringweave.training.rings import server_job, startup_rendezvous
+from ringweave.training.rings import ring_formation, startup_rendezvous
 from ringweave.training.rings.elastic_ring import AssignedMember, ElasticRing
 from ringweave.training.rings.ring_formation import RingShares, relative_speeds
 from ringweave.training.rings.ring_worker import ParameterServerOptimizer
@@ -192,7 +192,7 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
         settings = script.local.as_asynchronous()
         script, reason = dataclasses.replace(script, settings=settings), f"{reason}; {options.ELASTIC_SITES}"
     if has_server:
-        server_job.check_optimizer_fresh(script.optimizer, settings)
+        ring_formation.check_optimizer_fresh(script.optimizer, settings)
     check_elastic_data(script.spec)
     must_match, assigned = script.elastic_must_match(mode), None
     if has_server:
@@ -506,10 +506,10 @@ def _prepare_static_rings(
     settings, optimizer, parameters = script.settings, script.optimizer, script.parameters
     mode, chosen_rings, reconsideration = choice
     sample_weights = script.sample_weights
-    server_job.check_optimizer_fresh(optimizer, settings)
-    server_job.check_same_prefetch(reports)
-    connectors, speeds = server_job.server_connectors(environment), relative_speeds(reports)
-    formation = server_job.form_initial_rings(mode, settings, speeds, reports, chosen_rings)
+    ring_formation.check_optimizer_fresh(optimizer, settings)
+    ring_formation.check_same_prefetch(reports)
+    connectors, speeds = ring_formation.server_connectors(environment), relative_speeds(reports)
+    formation = ring_formation.form_initial_rings(mode, settings, speeds, reports, chosen_rings)
     rings = formation.rings
     ring_groups, index = create_ring_groups(rings, control.rank), ring_index(rings, control.rank)
     weights = SampleWeights(num_ranks=len(rings[index]), is_mean=script.is_mean)
@@ -518,10 +518,10 @@ def _prepare_static_rings(
     broadcast_untrained(script.model, parameters, control)
     parallel = gradients.wrap_ddp(script.model, weights, reducer, script.ddp)
     timing.attach_timer(timer, parallel, optimizer)  # the script's own optimizer: it takes the local steps
-    setup = server_job.build_server_setup(parallel.module, optimizer, rings, settings)
+    setup = ring_formation.build_server_setup(parallel.module, optimizer, rings, settings)
     if control.rank == 0:
-        client = RingClient(connectors, index, reconnect_timeout_s=server_job.SERVER_START_TIMEOUT_S)
-        server_job.start_server_job(client, setup, parameters)
+        client = RingClient(connectors, index, reconnect_timeout_s=ring_formation.SERVER_START_TIMEOUT_S)
+        ring_formation.start_server_job(client, setup, parameters)
         client.close()
     control.broadcast(torch.zeros(1))  # all ranks wait until the server has the job
     assignment = RingAssignment(connectors, control, setup, parameters, ring_groups, settings.local_steps)
@@ -529,7 +529,7 @@ def _prepare_static_rings(
     atexit.register(assignment.leave_server)
     ring_optimizer = ParameterServerOptimizer(optimizer, assignment.current.worker)
     shares = RingShares(
-        server_job.initial_shares(script.spec.batch_samples, speeds, reports),
+        ring_formation.initial_shares(script.spec.batch_samples, speeds, reports),
         timer,
         control,
         recorder.shares_changed,

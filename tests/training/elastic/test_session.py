@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from ringweave.errors import DisagreementError, MembershipError, RingweaveError, TrainingError
-from ringweave.membership.member_rules import StopTraining
-from ringweave.membership.membership_records import Membership, MemberStatus
+from ringweave.membership.membership_records import Membership, MemberStatus, StopTraining
 from ringweave.training.elastic import member_details, recovery
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.trainer import MemberDescription, TrainerState

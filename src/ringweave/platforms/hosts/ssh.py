@@ -101,13 +101,12 @@ _SSH_FAILURES = (
 )
 
 
-def python_command(python: str | None, *, same: str = sys.executable, installed: str = "") -> str:
+def python_command(python: str | None, *, installed: str = "") -> str:
     """Return the command for the remote shell that runs `remote_main` with the right interpreter.
 
     Args:
         python: Interpreter that the user names; None: the one at the same path as here, else the one of the `ringweave`
             on the PATH.
-        same: Path of the interpreter here.
         installed: Path below the home folder of the interpreter that `--install` made; empty without.
     """
     run = f'exec "$p" -P -m {REMOTE_MODULE}'
@@ -116,7 +115,7 @@ def python_command(python: str | None, *, same: str = sys.executable, installed:
         tried = [f"p={shlex.quote(python)}; {has_ringweave} && {run}"]
     else:
         tried = [f'p="$HOME"/{shlex.quote(installed)}; {has_ringweave} && {run}'] if installed else []
-        tried += [f"p={shlex.quote(same)}; {has_ringweave} && {run}"]
+        tried += [f"p={shlex.quote(sys.executable)}; {has_ringweave} && {run}"]
         tried += [
             'r=$(command -v ringweave 2>/dev/null || ls "$HOME"/.local/bin/ringweave 2>/dev/null); '
             f'p=$(sed -n "1s/^#!//p" "$r" 2>/dev/null); {has_ringweave} && {run}'
@@ -367,13 +366,13 @@ def end_run_at_once(connections: Sequence[SshConnection], run_id: str) -> None:
             continue
 
 
-def open_ssh(host: HostSpec, command: str, options: Sequence[str] = ()) -> "subprocess.Popen[bytes]":
+def open_ssh(host: HostSpec, command: str) -> "subprocess.Popen[bytes]":
     """Start an ssh process that runs the command on the host; on this machine a shell, in the home folder as there.
 
     Raises:
         HostError: There is no ssh client here.
     """
-    argv = ["ssh", *_SSH_OPTIONS, *options, "--", host.destination, command]
+    argv = ["ssh", *_SSH_OPTIONS, "--", host.destination, command]
     folder = None
     if host.destination == THIS_MACHINE:
         argv, folder = ["sh", "-c", command], Path.home()

@@ -13,8 +13,7 @@ from pydantic import ConfigDict, Field
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.errors import DisagreementError, MembershipError, RingweaveError, TrainingError
 from ringweave.files import file_io
-from ringweave.membership.member_rules import StopTraining
-from ringweave.membership.membership_records import Membership, MemberStatus
+from ringweave.membership.membership_records import Membership, MemberStatus, StopTraining
 from ringweave.membership.messages import ADDRESS_PATTERN, MAX_NOTE_CHARS
 from ringweave.topology import cgroups
 

@@ -42,7 +42,7 @@ from ringweave.training.mode_choice import forecast, trial
 from ringweave.training.options import Local, Script
 from ringweave.training.outer_optimizer import OuterOptimizer
 from ringweave.training.outer_steps import OuterExchange, SiteExchange, SiteReport
-from ringweave.training.rings.server_job import SERVER_START_TIMEOUT_S, server_connectors
+from ringweave.training.rings.ring_formation import SERVER_START_TIMEOUT_S, server_connectors
 
 _BENCHMARK_KEYS = ("reducing_s", "balanced_s", "serving_s", "exchanging_s", "benchmarked_s", "rounds_s")
 """Keys that the benchmark adds to the ranks' reports."""
