@@ -1,15 +1,12 @@
 """The verbs of jobs on plain runs: `ringweave status RUN_DIR` and others, on runs of real workers."""
 
-import contextlib
-import io
 import json
 import re
 import signal
-import subprocess
 
 import pytest
 
-from ringweave.cli.main import run_command_line
+from tests.launch.conftest import ringweave
 
 pytestmark = pytest.mark.distributed
 
@@ -18,14 +15,6 @@ WAIT = """
     print("rank", os.environ["RANK"], "waits", flush=True)
     time.sleep(600)
 """
-
-
-def ringweave(*words: str) -> "subprocess.CompletedProcess[str]":
-    """Run a verb in this process, where all that it imports is there already."""
-    out, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-        code = run_command_line(list(words))
-    return subprocess.CompletedProcess(words, code, out.getvalue(), errors.getvalue())
 
 
 def view(path: object) -> dict:
