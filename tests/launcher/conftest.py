@@ -1,6 +1,7 @@
 """Real runs of real worker processes, and what is needed to look at them."""
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ringweave.cli.main import run_command_line
 from ringweave.telemetry import Event, read_events
 from tests.lab import fixtures
 from tests.polling import DEADLINE_S, wait_until
@@ -62,6 +64,14 @@ class Run:
 
     def wait_ended(self) -> int:
         return self.process.wait(timeout=DEADLINE_S)
+
+
+def ringweave(*words: object) -> "subprocess.CompletedProcess[str]":
+    """Run a verb in this process, where all that it imports is there already."""
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        code = run_command_line(list(map(str, words)))
+    return subprocess.CompletedProcess(words, code, out.getvalue(), errors.getvalue())
 
 
 def is_gone(pid: int) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ringweave import lab, topology
+from ringweave.environment import WorkerEnvironment
 from ringweave.errors import LaunchError
 from ringweave.jobs import worker_options
 from ringweave.lab import Lab
@@ -185,13 +186,14 @@ def test_outside_of_a_lab_nothing_is_entered() -> None:
 def test_without_the_cluster_file_workers_are_told_nothing(start_in, script) -> None:
     told = script("""
         import json, socket
-        from ringweave.environment import WorkerEnvironment
-        environment = WorkerEnvironment.from_environ(os.environ)
-        print(json.dumps([str(environment.cluster_path), str(environment.node), socket.gethostname()]))
+        print(json.dumps([dict(os.environ), socket.gethostname()]))
     """)
     run = start_in("--no-cluster-file", told, RINGWEAVE_CLUSTER="/tmp/other.yaml")
     assert run.wait_ended() == 0, run.stderr
-    assert [json.loads(run.log(rank)) for rank in range(3)] == [["None", "None", node] for node in "aab"]
+    for rank, node in enumerate("aab"):
+        environ, host = json.loads(run.log(rank))
+        environment = WorkerEnvironment.from_environ(environ)
+        assert (environment.cluster_path, environment.node, host) == (None, None, node)
 
 
 @pytest.mark.thorough

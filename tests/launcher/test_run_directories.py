@@ -3,10 +3,9 @@
 import json
 import re
 import signal
-import subprocess
-import sys
 
 import pytest
+from tests.launch.conftest import ringweave
 
 pytestmark = pytest.mark.distributed
 
@@ -15,11 +14,6 @@ WAIT = """
     print("rank", os.environ["RANK"], "waits", flush=True)
     time.sleep(600)
 """
-
-
-def ringweave(*words: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "ringweave", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def view(path: object) -> dict:

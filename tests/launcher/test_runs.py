@@ -98,8 +98,8 @@ def test_output_is_merged_by_line_and_kept_by_rank(start, script) -> None:
 
 
 RECORD = """
-    import json
-    from ringweave.telemetry import EventLog
+    import importlib, json
+    EventLog = importlib.import_module("ringweave.telemetry").EventLog  # by name: else torch is imported beforehand
     run_dir = os.environ["RINGWEAVE_RUN_DIR"]
     counts = {"ring": {"collectives": 3, "bytes": 300, "messages": 10 + rank}}
     EventLog(run_dir + "/events.jsonl").write("collectives", rank=rank, group="world", by_schedule=counts)

@@ -4,10 +4,12 @@ import os
 import re
 import signal
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from tests.launcher import kept_secrets
+from tests.launcher.conftest import ringweave
 from tests.polling import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -95,7 +97,7 @@ def test_a_script_without_prepare_starts_again_as_a_whole_and_it_is_said(start, 
         ),
     ],
 )
-def test_what_cannot_be_is_refused(start, script, arguments: list[str], text: str) -> None:
-    run = start(*arguments, script("pass"))
-    assert run.wait_ended() == 2
+def test_what_cannot_be_is_refused(script, tmp_path: Path, arguments: list[str], text: str) -> None:
+    run = ringweave("run", "--run-dir", tmp_path / "run", *arguments, script("pass"))
+    assert run.returncode == 2
     assert text in run.stderr

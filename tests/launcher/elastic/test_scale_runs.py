@@ -4,12 +4,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections import defaultdict
 
 import pytest
 
 from ringweave.training.checkpoints import store
+from tests.launcher.conftest import ringweave
 from tests.launcher.small_training import SUM, epoch, prepared
 from tests.polling import wait_until
 
@@ -68,9 +68,7 @@ for number in loader.epochs(100000):
 
 
 def scale(run, workers: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    program = "from ringweave.cli.main import main; main()"
-    command = [sys.executable, "-c", program, "scale", str(run.run_dir), "--workers", str(workers), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    return ringweave("scale", run.run_dir, "--workers", workers, *arguments)
 
 
 def sums(run) -> dict[int, dict[str, str]]:

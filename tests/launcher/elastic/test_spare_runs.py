@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.launcher.conftest import ringweave
 from tests.launcher.until_back import SCRIPT
 from tests.polling import wait_until
 
@@ -74,15 +76,15 @@ def test_spares_end_with_the_run_however_it_ends(start, script, all_gone, how: s
         (["--spares", "65", "--elastic", "1:1"], "65 is not in the range 0<=x<=64"),
     ],
 )
-def test_what_cannot_be_is_refused(start, script, arguments: list[str], text: str) -> None:
-    run = start(*arguments, script("pass"))
-    assert run.wait_ended() == 2
+def test_what_cannot_be_is_refused(script, tmp_path: Path, arguments: list[str], text: str) -> None:
+    run = ringweave("run", "--run-dir", tmp_path / "run", *arguments, script("pass"))
+    assert run.returncode == 2
     assert text in " ".join(run.stderr.split())
 
 
-def test_a_command_has_no_spares(start) -> None:
-    run = start("--elastic", "1:1", "--spares", "1", "--", "hostname")
-    assert run.wait_ended() == 2
+def test_a_command_has_no_spares(tmp_path: Path) -> None:
+    run = ringweave("run", "--run-dir", tmp_path / "run", "--elastic", "1:1", "--spares", "1", "--", "hostname")
+    assert run.returncode == 2
     assert (
         "--spares: 'the command hostname after --', expected a Python script or module, which a spare runs"
         in run.stderr

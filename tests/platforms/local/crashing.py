@@ -130,17 +130,18 @@ class Life:
         if pid:
             return pid
         deadline = time.monotonic() + DEADLINE_S
-        todo = list(ASKS[self.life])
+        todo, folder = list(ASKS[self.life]), job_folder.job_folder(self.state, "job-1")
         while todo and time.monotonic() < deadline:
             entry = self.registry.find_by_id("job-1")
             if entry is None:
                 break
             state, round_, verb = todo[0]
-            if (entry.job.record.state, entry.job.record.round) == (state, round_):
+            is_at_rest = state != "Suspended" or not folder.rendezvous.exists()  # else not every life deletes it
+            if (entry.job.record.state, entry.job.record.round) == (state, round_) and is_at_rest:
                 self.registry.update_desired(
                     "job-1", lambda job, _, verb=verb: admission.apply_verb(verb, job, time.time())
                 )
-                job_folder.notify(job_folder.job_folder(self.state, "job-1").wakeup)
+                job_folder.notify(folder.wakeup)
                 todo.pop(0)
             time.sleep(0.005)
         os._exit(0)

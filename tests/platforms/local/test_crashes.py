@@ -26,6 +26,7 @@ INSIDE = {
     "folder created",
     "desired state written",
     "barrier released",
+    "told to leave",
     "marked for removal",
     "rendezvous removed",
     "files removed",
