@@ -5,7 +5,8 @@ import re
 import signal
 
 import pytest
-from tests.launch.conftest import ringweave
+
+from tests.launcher.conftest import ringweave
 
 pytestmark = pytest.mark.distributed
 
