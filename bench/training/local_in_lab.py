@@ -8,6 +8,8 @@ of DDP, then DDP with PowerSGD's hook until it has the last loss of `local`, or 
 that the thin links have sent, both ways, by the counters of the lab, meanwhile. DDP is too slow for as many samples as
 `local` trains on, so the loss at equal samples is that of one process on whole batches, whose steps DDP's equal; and
 DDP's time to a loss is the time of its measured steps, times the steps of that process. Evaluations are not timed.
+`--sample-ms` is a pause for each sample, in all of them alike, as on an accelerator that computes by itself: the ranks
+share the processors of one machine. The default model has 22 MB of parameters.
 Exit code 1 if a bar of the cluster is missed: two sites of four at 10 Mbit/s: 94 % of the time computing, a hundredth
 of DDP's bytes per sample, a loss within 1 %, DDP's time to the last loss of `local` ten times as long; one slow NIC:
 seven times DDP's samples per second, a loss within 1 %; both: PowerSGD's time to that loss 1.2 times as long.
@@ -18,6 +20,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,10 @@ MAX_BYTES = 4_000_000
 RUN_TIMEOUT_S = 1500
 SAMPLE_INTERVAL_S = 0.5
 EVALUATE_EVERY = 16
-SIZES = ("train_steps", "inner_steps", "fragments", "wire", "outer", "ddp_steps", "batch", "layers", "width", "rank")
+SIZES = (
+    *("train_steps", "inner_steps", "fragments", "wire", "outer", "ddp_steps"),
+    *("batch", "layers", "width", "rank", "sample_ms"),
+)
 FIRST_COMPRESSED = 10
 """Train step from which PowerSGD's hook compresses; torch's default of 1000 is beyond these trainings."""
 SLOW_NIC = """\
@@ -78,8 +84,9 @@ def main() -> None:
         "--skip-loss", action="store_true", help="leave out synchronous training, and the bars of losses"
     )
     parser.add_argument("--batch", type=int, default=32, help="sequences of a train step, over all ranks")
-    parser.add_argument("--layers", type=int, default=2, help="blocks of the model")
-    parser.add_argument("--width", type=int, default=128, help="width of the model")
+    parser.add_argument("--layers", type=int, default=1, help="blocks of the model")
+    parser.add_argument("--width", type=int, default=656, help="width of the model")
+    parser.add_argument("--sample-ms", type=float, default=100.0, help="pause for each sample of a rank")
     parser.add_argument("--out", type=Path, default=Path("runs/local-in-lab"), help="folder for the run")
     options = parser.parse_args()
     if "RANK" in os.environ:
@@ -104,7 +111,11 @@ def run_in_lab(options: argparse.Namespace) -> dict[str, Any]:
     measured = json.loads((out / "measured.json").read_text())
     for phase in measured["phases"].values():
         phase["uplink_bytes"] = uplinks.sent_between(phase["began"], phase["ended"])
-    steps = [event for event in read_events(out / "run" / "events.jsonl") if event["kind"] == "outer_step"]
+    events, began = (
+        read_events(out / "run" / "events.jsonl"),
+        measured["phases"]["local"]["began"],
+    )  # of earlier runs too
+    steps = [each for each in events if each["kind"] == "outer_step" and each["time"] > began]
     return measured | {"outer_steps": steps}
 
 
@@ -127,7 +138,7 @@ def work(options: argparse.Namespace) -> None:
     dist.barrier(gloo)
     began = time.time()
     for inputs, targets in shared:
-        step(model, optimizer, inputs, targets)
+        step(model, optimizer, inputs, targets, options.sample_ms)
     phases, loss, peers = {"local": phase(began, num_samples)}, held_out_loss(model.module, held_out), {}
     for name in ("ddp", "powersgd")[: 2 if options.rank else 1]:
         peers[name] = train_peer(name, options, gloo, loss)
@@ -152,7 +163,7 @@ def train_peer(name: str, options: argparse.Namespace, group: Any, target: float
         `phase`, `step_s` of each step, and `losses`: (train step, held-out loss) of PowerSGD.
     """
     model, optimizer = make(options)
-    parallel = DistributedDataParallel(model, process_group=group)
+    parallel = DistributedDataParallel(model, process_group=group, init_sync=False)  # the same first weights
     num_steps, losses, step_s = options.ddp_steps, list[tuple[int, float]](), list[float]()
     if name == "powersgd":
         num_steps = options.train_steps
@@ -167,7 +178,8 @@ def train_peer(name: str, options: argparse.Namespace, group: Any, target: float
         first = number * options.batch + dist.get_rank() * own
         dist.barrier(group)
         began_s = time.perf_counter()
-        step(parallel, optimizer, *(each[first : first + own] for each in train.tensors))
+        rows = (each[first : first + own] for each in train.tensors)
+        step(parallel, optimizer, *rows, options.sample_ms)
         step_s.append(time.perf_counter() - began_s)
         if name == "powersgd" and (number + 1) % EVALUATE_EVERY == 0:
             losses.append((number + 1, held_out_loss(model, held_out)))  # the same on all ranks
@@ -182,10 +194,14 @@ def phase(began: float, num_samples: int) -> dict[str, Any]:
     return {"began": began, "ended": time.time(), "samples": num_samples}
 
 
-def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-    """Do a train step."""
+def step(
+    model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, targets: torch.Tensor, sample_ms: float = 0.0
+) -> None:
+    """Do a train step, with a pause for each sample."""
     optimizer.zero_grad()
-    model(inputs, targets).backward()
+    loss = model(inputs, targets)
+    time.sleep(len(inputs) * sample_ms / 1e3)
+    loss.backward()
     optimizer.step()
 
 
@@ -217,7 +233,7 @@ def report(measured: dict[str, Any], options: argparse.Namespace) -> int:
     derived = [each["next_inner_steps"] for each in measured["outer_steps"]]
     print(f"measured, {measured['model_bytes'] / 1e6:.2f} MB of parameters, load {measured['load']}:")
     print(f"  {len(derived)} outer steps, inner steps {derived[0]} to {derived[-1]}, {settings_of(options)}")
-    print(f"  local: {found['computing']:.1%} of the time computing")
+    print(f"  local: {found['computing']:.1%} of the time computing; {shown_rest(measured['outer_steps'])}")
     print(f"  bytes over thin links per sample: {', '.join(f'{name} {each:.0f}' for name, each in per_sample.items())}")
     print(f"  ratio of bytes: {found['bytes_ratio']:.1f}")
     steps_s = {name: each["step_s"] for name, each in measured["peers"].items()}
@@ -235,6 +251,16 @@ def report(measured: dict[str, Any], options: argparse.Namespace) -> int:
     missed = [name for name, each in found.items() if name in bars and (each > bars[name]) == (name == "loss")]
     print(f"  missed: {', '.join(missed) or 'nothing'}")
     return int(bool(missed))
+
+
+def shown_rest(outer_steps: Sequence[Mapping[str, Any]]) -> str:
+    """Return the seconds of rank 0 that were no computing, by what it did: measured."""
+    *of_one, last = outer_steps
+    waits_s, blocked_s = [each["wait_s"] for each in of_one], sum(each["blocked_s"] for each in outer_steps)
+    return (
+        f"waits for fragments {sum(waits_s):.2f} s (the longest {max(waits_s, default=0.0):.2f} s), for all fragments "
+        f"at the end {last['wait_s']:.2f} s, outer steps {blocked_s:.2f} s"
+    )
 
 
 def compare_powersgd(measured: dict[str, Any], local_s: float) -> float:
@@ -285,7 +311,7 @@ def make(options: argparse.Namespace, seed: int = 0) -> tuple[GPT, torch.optim.A
     """Return a model with the same first weights everywhere, and its optimizer."""
     torch.manual_seed(seed)
     model = GPT(GPTConfig(layers=options.layers, width=options.width, context=CONTEXT))
-    return model, torch.optim.AdamW(model.parameters(), lr=2e-3)
+    return model, torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
 
 
 if __name__ == "__main__":

@@ -150,6 +150,19 @@ def test_a_site_that_is_three_times_as_fast_does_three_times_as_many_inner_steps
     assert [order.rounds for order in orders(split, 64)] == [[(64, 12)], [(64, 4)]]
 
 
+def test_sites_of_nearly_equal_speed_do_as_many_whole_inner_steps() -> None:
+    def parts(*speeds: float) -> list[tuple[int, int]]:
+        split = RoundSplit(batch_samples=16 * len(speeds), inner_steps=4, speeds=speeds)
+        return [(len(order.indices), *order.rounds[0]) for order in orders(split, 64 * len(speeds))]
+
+    assert parts(65.0, 63.0) == [(128, 128, 4)] * 2
+    assert parts(1.06, 1.0) == [(128, 128, 4)] * 2, "4.12 steps"
+    assert [steps for *_, steps in parts(1.2, 1.0)] == [5, 4], "4.36 steps: 64 samples are too many for the slow site"
+    assert [steps for *_, steps in parts(*[1.1] * 5, 1.0, 0.1)] == [5, 5, 5, 5, 5, 4, 1], "0.4 steps stay small"
+    split = RoundSplit(batch_samples=112, inner_steps=1, speeds=(*[1.2] * 5, 1.0, 0.1))
+    assert split.samples_of_sites(112)[-1] == 1, "what five fast sites leave is too much for the slowest one"
+
+
 def test_one_site_has_the_batches_of_the_epoch() -> None:
     (order,) = orders(RoundSplit(batch_samples=8, inner_steps=1, speeds=(2.0,)), 20)
     assert [list(piece) for piece in order.batches] == [

@@ -8,6 +8,7 @@ the same time.
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -194,8 +195,20 @@ class RoundSplit:
         return (math.sqrt(num_sites) if is_scale_invariant else 1.0) / excess
 
     def samples_of_sites(self, num_samples: int) -> tuple[int, ...]:
+        """Return the samples of each site in a round, by speed.
+
+        Whole inner steps where the slowest site takes little longer by them: with 65 of 128 samples in five steps, in
+        place of four, a site takes longer than by speed, since a step's reduction and update get no shorter.
+        """
         speeds = [Speed(s_per_sample=1 / speed) for speed in self.speeds]
-        return balancing.apportion(num_samples, speeds, min_samples=1 if num_samples >= len(speeds) else 0)
+        least, size = int(num_samples >= len(speeds)), self.site_batch_samples
+        found = balancing.apportion(num_samples, speeds, min_samples=least)
+        caps = [size * max(1, round(each / size)) for each in found]
+        if sum(caps) < num_samples:
+            return found
+        whole = balancing.apportion(num_samples, speeds, caps, least)
+        by_speed_s, whole_s = (max(map(operator.truediv, each, self.speeds)) for each in (found, whole))
+        return whole if whole_s <= (1 + MIN_SPLIT_GAIN) * by_speed_s else found
 
     def with_measured(self, samples: Sequence[float], seconds: Sequence[float]) -> "RoundSplit":
         """Return the division by measured speeds; this one if it is predicted to gain little, or a site did nothing.
