@@ -137,7 +137,7 @@ class SitesInOneProcess:
         fragments = min(settings.fragments, settings.inner_steps or 1)
         equal = RoundSplit(batch_samples=task.batch, inner_steps=1, speeds=(1.0,) * method.num_sites)
         for each in self._optimizers:
-            derived = equal.inner_lr_factor(is_scale_invariant=outer_optimizer.is_scale_invariant(each))
+            derived = equal.inner_lr_factor(0, is_scale_invariant=outer_optimizer.is_scale_invariant(each))
             outer_optimizer.scale_learning_rates(each, functools.partial(float, settings.inner_lr_factor or derived))
         self._outer = [OuterOptimizer(model, settings, fragments) for model in self.models]
         for each in self._outer:

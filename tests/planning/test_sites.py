@@ -128,11 +128,13 @@ def orders(split: RoundSplit, num_samples: int) -> list[SiteOrder]:
 def test_each_sample_is_in_one_inner_step_of_one_site(
     speeds: tuple[float, ...], batch: int, steps: int, num_samples: int
 ) -> None:
-    split = RoundSplit(batch_samples=batch, inner_steps=steps, speeds=speeds)
+    ranks = tuple(range(1, len(speeds) + 1))
+    split = RoundSplit(batch_samples=batch, inner_steps=steps, speeds=speeds, num_ranks=ranks)
     found = orders(split, num_samples)
     steps_of_all = [piece for order in found for piece in order.batches]
     assert sorted(np.concatenate(steps_of_all)) == list(range(num_samples))
-    assert all(0 < len(piece) <= split.site_batch_samples for piece in steps_of_all)
+    for order, largest in zip(found, split.site_batches, strict=True):
+        assert all(0 < len(piece) <= largest for piece in order.batches)
     assert len({tuple(samples for samples, _ in order.rounds) for order in found}) == 1, (
         "all sites have the same rounds"
     )
@@ -195,14 +197,24 @@ def test_rounds_are_as_long_as_the_exchange_of_a_fragment_needs() -> None:
 
 
 def test_learning_rates_make_up_for_smaller_batches_and_for_more_steps_of_fast_sites() -> None:
-    def factors(*speeds: float) -> tuple[float, float]:
-        split = RoundSplit(batch_samples=64, inner_steps=4, speeds=speeds)
-        return split.inner_lr_factor(is_scale_invariant=True), split.inner_lr_factor(is_scale_invariant=False)
+    def factors(*speeds: float, ranks: tuple[int, ...] = (), site: int = 0) -> tuple[float, float]:
+        split = RoundSplit(batch_samples=64, inner_steps=4, speeds=speeds, num_ranks=ranks)
+        return split.inner_lr_factor(site, is_scale_invariant=True), split.inner_lr_factor(
+            site, is_scale_invariant=False
+        )
 
     assert factors(3.0, 3.0) == pytest.approx((2**0.5, 1.0))
     assert factors(*[1.0] * 8) == pytest.approx((8**0.5, 1.0))
     assert factors(7.0, 1.0) == pytest.approx((2**0.5 / 1.5625, 1 / 1.5625)), "7/8 of 14 steps, and 1/8 of 2: 12.5"
+    assert factors(7.0, 1.0, ranks=(7, 1)) == pytest.approx(((7 / 8) ** 0.5 / 0.78125, 7 / 8 / 0.78125))
+    assert factors(7.0, 1.0, ranks=(7, 1), site=1) == pytest.approx(((1 / 8) ** 0.5 / 0.78125, 1 / 8 / 0.78125))
     assert factors(2.0) == (1.0, 1.0)
+
+
+def test_ranks_have_batches_of_one_size_in_sites_of_unequal_size() -> None:
+    split = RoundSplit(batch_samples=32, inner_steps=4, speeds=(7.0, 1.0), num_ranks=(7, 1))
+    assert split.site_batches == (28, 4)
+    assert [order.rounds for order in orders(split, 128)] == [[(128, 4)]] * 2
 
 
 def test_fragments_are_neighbours_of_about_equal_size() -> None:

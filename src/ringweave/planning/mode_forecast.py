@@ -10,6 +10,7 @@ and outer steps.
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -191,11 +192,11 @@ def forecast_local(workers: Sequence[WorkerRates], workload: StepWorkload, outer
         batch_samples=workload.batch_samples,
         inner_steps=first,
         speeds=(1.0,) * len(outer.sites),
+        num_ranks=tuple(map(len, outer.sites)),
         fragments=min(outer.fragments, first),
         max_inner_steps=outer.max_inner_steps,
     )
-    num_samples = split.site_batch_samples
-    step_s = workload.batch_samples / math.fsum(num_samples / each_s for each_s in outer.site_steps_s)
+    step_s = workload.batch_samples / math.fsum(map(operator.truediv, split.site_batches, outer.site_steps_s))
     outer_step_s = max(0.0, outer.round_s - outer.round_steps * step_s)
     if outer.inner_steps is None:
         split = split.fitted(step_s, outer.exchange_s, min(outer_step_s, outer.exchange_s), outer.computing_share, 0.0)
@@ -203,7 +204,7 @@ def forecast_local(workers: Sequence[WorkerRates], workload: StepWorkload, outer
     at_end_s = split.fragments * outer.exchange_s * workload.batch_samples / workload.epoch_samples
     computing = [
         _site_computing_s([workers[rank] for rank in site], num_samples) / each_s
-        for site, each_s in zip(outer.sites, outer.site_steps_s, strict=True)
+        for site, num_samples, each_s in zip(outer.sites, split.site_batches, outer.site_steps_s, strict=True)
     ]
     return ModeForecast(
         mode=modes.LOCAL,

@@ -1,8 +1,8 @@
 """Sites of mode `local`: workers that reduce every gradient together, and the division of a round among sites.
 
 A round is what all sites compute from one outer step to the next. A site takes part of its samples in proportion to its
-speed, and cuts them into inner steps of about equal size: a site that is twice as fast does twice as many of them in
-the same time.
+speed, and cuts them into inner steps of about equal size, in which a rank has as many samples as in a train step of
+all: of two sites with as many ranks, one that is twice as fast does twice as many of them in the same time.
 """
 
 import functools
@@ -163,6 +163,8 @@ class RoundSplit:
     """Train steps in which each parameter gets one outer step: inner steps of a site of average speed."""
     speeds: tuple[float, ...]
     """Samples per second of each site; only ratios count."""
+    num_ranks: tuple[int, ...] = ()
+    """Ranks of each site; empty if all have as many."""
     fragments: int = 1
     """Fragments of the parameters; a round ends with the outer step of one of them."""
     max_inner_steps: int = MAX_INNER_STEPS
@@ -173,26 +175,29 @@ class RoundSplit:
         return -(-self.inner_steps // self.fragments)
 
     @property
-    def site_batch_samples(self) -> int:
-        """Most samples of an inner step: a train step's, divided by the number of sites."""
-        return -(-self.batch_samples // len(self.speeds))
+    def site_batches(self) -> tuple[int, ...]:
+        """Most samples of an inner step of each site: a rank has as many as in a train step of all ranks."""
+        ranks = self.num_ranks or (1,) * len(self.speeds)
+        return tuple(-(-self.batch_samples * each // sum(ranks)) for each in ranks)
 
-    def inner_lr_factor(self, *, is_scale_invariant: bool) -> float:
-        """Return the factor of learning rates with which the mean of the sites moves as far as one process would.
+    def inner_lr_factor(self, site: int, *, is_scale_invariant: bool) -> float:
+        """Return the factor of a site's learning rates with which the mean of all moves as far as one process would.
 
-        The gradient of a site's batch has the square root of the number of sites times the noise of the whole batch's.
-        An optimizer that divides by the size of gradients, as Adam does, moves that much less along their mean, and its
-        noise is smaller by the mean of the sites: a learning rate higher by that root makes up for both. And a site
-        that takes more inner steps has moved further before it counts more in the mean.
+        The gradient of a batch that is a part p of the whole one has 1 / sqrt(p) times the noise. An optimizer that
+        divides by the size of gradients, as Adam does, moves that much less along their mean, so its learning rate goes
+        with sqrt(p), others' with p. Sites that do the samples of a train step in p of its size then move as far; each
+        does a part f of all samples and counts with f in the mean: in all they move the sum of f^2 of the way, which
+        the factor takes back. With M equal sites it is sqrt(M), or 1.
 
         Args:
+            site: Index of the site.
             is_scale_invariant: The optimizer's step is the same for gradients of another size.
 
         Source: the square-root rule of Malladi et al. (arXiv 2205.10287); measured in docs/notebook/2026-11.md.
         """
-        total, num_sites = math.fsum(self.speeds), len(self.speeds)
-        excess = num_sites * math.fsum((speed / total) ** 2 for speed in self.speeds)
-        return (math.sqrt(num_sites) if is_scale_invariant else 1.0) / excess
+        total, ranks = math.fsum(self.speeds), self.num_ranks or (1,) * len(self.speeds)
+        moved = math.fsum((speed / total) ** 2 for speed in self.speeds)
+        return (ranks[site] / sum(ranks)) ** (0.5 if is_scale_invariant else 1.0) / moved
 
     def samples_of_sites(self, num_samples: int) -> tuple[int, ...]:
         """Return the samples of each site in a round, by speed.
@@ -201,9 +206,9 @@ class RoundSplit:
         place of four, a site takes longer than by speed, since a step's reduction and update get no shorter.
         """
         speeds = [Speed(s_per_sample=1 / speed) for speed in self.speeds]
-        least, size = int(num_samples >= len(speeds)), self.site_batch_samples
+        least = int(num_samples >= len(speeds))
         found = balancing.apportion(num_samples, speeds, min_samples=least)
-        caps = [size * max(1, round(each / size)) for each in found]
+        caps = [size * max(1, round(each / size)) for each, size in zip(found, self.site_batches, strict=True)]
         if sum(caps) < num_samples:
             return found
         whole = balancing.apportion(num_samples, speeds, caps, least)
@@ -284,7 +289,7 @@ class SiteOrder:
     def _pieces(self, samples: Indices) -> list[Indices]:
         """Return the inner steps of this site in a round: as few as no step is larger than the site's batch."""
         own = samples[balancing.rank_slice(self.split.samples_of_sites(len(samples)), self.site)]
-        num_pieces = -(-len(own) // self.split.site_batch_samples)
+        num_pieces = -(-len(own) // self.split.site_batches[self.site])
         return np.array_split(own, num_pieces) if num_pieces else []
 
 

@@ -429,7 +429,7 @@ def _prepare_sites(
         outer_steps.copy_first_values(script.model, exchange)
     timer, site_control = _step_timer(script, environment), exchange.site_control
     rounds = RoundControl(exchange, script.local, script.spec.batch_samples, recorder.outer_step_done)
-    site_reports, num_samples = [reports[rank] for rank in exchange.site], rounds.split.site_batch_samples
+    site_reports, num_samples = [reports[rank] for rank in exchange.site], rounds.split.site_batches[exchange.index]
     balancer = _make_balancer(site_reports, modes.LOCAL, timer, site_control, recorder, batch_samples=num_samples)
     weights = SampleWeights(num_ranks=len(exchange.site), is_mean=script.is_mean)
     reducer = GradientReducer(process_group=exchange.site_group, timer=timer, wire=script.wire)
@@ -440,7 +440,7 @@ def _prepare_sites(
     weight = BatchWeight(script.weight, site_control) if callable(script.weight) else script.sample_weights
     outer = OuterOptimizer(parallel.module, script.local, rounds.split.fragments)
     factor = _scale_inner_rates(
-        script, lambda is_invariant: rounds.split.inner_lr_factor(is_scale_invariant=is_invariant)
+        script, lambda is_invariant: rounds.split.inner_lr_factor(exchange.index, is_scale_invariant=is_invariant)
     )
     recorder.sites_formed(exchange.sites, rounds.split.inner_steps, factor())
     membership = SiteMembership(control, balancer, timer, recorder.epoch_accounted, outer, rounds=rounds)

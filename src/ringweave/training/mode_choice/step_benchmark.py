@@ -14,6 +14,7 @@ gradients of zero.
 
 import dataclasses
 import math
+import operator
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -272,7 +273,7 @@ def benchmark_sites(
     """
     model, optimizer, loader = triple
     inner, index = gradients.unwrap_ddp(model), exchange.site_control.rank
-    site_samples = -(-reports[0]["batch_samples"] // len(exchange.sites))
+    site_samples = -(-reports[0]["batch_samples"] * len(exchange.site) // len(reports))
     shares = balancing.apportion(site_samples, _speeds_of([reports[rank] for rank in exchange.site]))
     device, num_values = next(inner.parameters()).device, min(reports[0]["num_bytes"], _MAX_MESSAGE_BYTES) // 4
     runner = _StepRunner(
@@ -318,7 +319,8 @@ class _OuterRounds:
         """Return the measured times that are the same for all ranks, by the seconds of the sites' inner steps."""
         self._seconds_of(2, 0)  # the first one makes connections
         exchange_s = self._seconds_of(_count_in_budget(self._seconds_of(1, 0)), 0)
-        step_s = len(site_steps_s) / math.fsum(1 / each_s for each_s in site_steps_s)
+        num_ranks = [len(site) for site in self._exchange.sites]
+        step_s = sum(num_ranks) / math.fsum(map(operator.truediv, num_ranks, site_steps_s))
         split = sites.RoundSplit(batch_samples=1, inner_steps=self._fragments, speeds=(1.0,), fragments=self._fragments)
         if self._local.inner_steps:
             split = dataclasses.replace(split, inner_steps=self._local.inner_steps)
