@@ -138,7 +138,7 @@ def work(options: argparse.Namespace) -> None:
     dist.barrier(gloo)
     began = time.time()
     for inputs, targets in shared:
-        step(model, optimizer, inputs, targets, options.sample_ms)
+        step(model, optimizer, inputs, targets)
     phases, loss, peers = {"local": phase(began, num_samples)}, held_out_loss(model.module, held_out), {}
     for name in ("ddp", "powersgd")[: 2 if options.rank else 1]:
         peers[name] = train_peer(name, options, gloo, loss)
@@ -178,8 +178,7 @@ def train_peer(name: str, options: argparse.Namespace, group: Any, target: float
         first = number * options.batch + dist.get_rank() * own
         dist.barrier(group)
         began_s = time.perf_counter()
-        rows = (each[first : first + own] for each in train.tensors)
-        step(parallel, optimizer, *rows, options.sample_ms)
+        step(parallel, optimizer, *(each[first : first + own] for each in train.tensors))
         step_s.append(time.perf_counter() - began_s)
         if name == "powersgd" and (number + 1) % EVALUATE_EVERY == 0:
             losses.append((number + 1, held_out_loss(model, held_out)))  # the same on all ranks
@@ -194,21 +193,17 @@ def phase(began: float, num_samples: int) -> dict[str, Any]:
     return {"began": began, "ended": time.time(), "samples": num_samples}
 
 
-def step(
-    model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, targets: torch.Tensor, sample_ms: float = 0.0
-) -> None:
-    """Do a train step, with a pause for each sample."""
+def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    """Do a train step."""
     optimizer.zero_grad()
-    loss = model(inputs, targets)
-    time.sleep(len(inputs) * sample_ms / 1e3)
-    loss.backward()
+    model(inputs, targets).backward()
     optimizer.step()
 
 
 def train_alone(options: argparse.Namespace) -> list[float]:
     """Return held-out losses of one process on the same batches in whole, every so many train steps and at the end."""
     train, held_out = corpus()
-    model, optimizer = make(options)
+    model, optimizer = make(argparse.Namespace(**{**vars(options), "sample_ms": 0.0}))
     losses = []
     for number in range(options.train_steps):
         begin = number * options.batch
@@ -307,10 +302,23 @@ def sequences(content: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows[:, :-1], rows[:, 1:]
 
 
+class PausedGPT(GPT):
+    """GPT whose samples take their time where gradients are wanted."""
+
+    sample_s = 0.0
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss, (), after the pause."""
+        if torch.is_grad_enabled():
+            time.sleep(len(inputs) * self.sample_s)
+        return super().forward(inputs, targets)
+
+
 def make(options: argparse.Namespace, seed: int = 0) -> tuple[GPT, torch.optim.AdamW]:
     """Return a model with the same first weights everywhere, and its optimizer."""
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(layers=options.layers, width=options.width, context=CONTEXT))
+    model = PausedGPT(GPTConfig(layers=options.layers, width=options.width, context=CONTEXT))
+    model.sample_s = options.sample_ms / 1e3
     return model, torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
 
 

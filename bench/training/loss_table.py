@@ -273,6 +273,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--train-steps", type=int, default=512, help="train steps")
     parser.add_argument("--layers", type=int, default=1, help="blocks of the GPT")
     parser.add_argument("--width", type=int, default=32, help="width of the GPT")
+    parser.set_defaults(sample_ms=0.0)
     parser.add_argument("--jobs", type=int, default=1, help="processes that train at a time")
     parser.add_argument("--out", type=Path, help="file for the losses, as JSON")
     return parser.parse_args()

@@ -185,7 +185,7 @@ def forecast_local(workers: Sequence[WorkerRates], workload: StepWorkload, outer
     """Return the forecast of mode local, with the inner steps that it would derive from these times.
 
     Sites compute at the same time, each at its own speed; an exchange has the time of a round, and all wait for what it
-    takes longer. At the end of an epoch all wait for an exchange of all fragments.
+    takes longer. No exchange is under way in the first round of an epoch; at its end all wait for one of all fragments.
     """
     first = outer.inner_steps or min(FIRST_INNER_STEPS, outer.max_inner_steps)
     split = RoundSplit(
@@ -201,14 +201,16 @@ def forecast_local(workers: Sequence[WorkerRates], workload: StepWorkload, outer
     if outer.inner_steps is None:
         split = split.fitted(step_s, outer.exchange_s, min(outer_step_s, outer.exchange_s), outer.computing_share, 0.0)
     round_s = max(outer.round_s + (split.round_steps - outer.round_steps) * step_s, outer.exchange_s)
-    at_end_s = split.fragments * outer.exchange_s * workload.batch_samples / workload.epoch_samples
+    num_steps = workload.epoch_samples / workload.batch_samples
+    beside_s = (round_s / split.round_steps - step_s) * (1 - min(1.0, split.round_steps / num_steps))
+    at_end_s = split.fragments * outer.exchange_s / num_steps
     computing = [
         _site_computing_s([workers[rank] for rank in site], num_samples) / each_s
         for site, num_samples, each_s in zip(outer.sites, split.site_batches, outer.site_steps_s, strict=True)
     ]
     return ModeForecast(
         mode=modes.LOCAL,
-        step_s=round_s / split.round_steps + at_end_s,
+        step_s=step_s + beside_s + at_end_s,
         computing_s=step_s * min(1.0, *computing),
         inner_steps=split.inner_steps,
     )

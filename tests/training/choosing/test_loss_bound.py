@@ -104,6 +104,12 @@ def test_rounds_of_other_lengths_follow_from_the_measured_one(fixed: int, round_
     assert found.step_s == pytest.approx(expected_s)
 
 
+def test_in_an_epoch_the_first_round_has_no_exchange_and_the_end_has_one_of_all() -> None:
+    reports = [{**each, "num_samples": 8 * each["batch_samples"]} for each in two_sites(round_s=1.5 + 3 * 1.26)]
+    found = forecast.forecast_sites(reports, ((0, 1, 2, 3), (4, 5, 6, 7)), Local(inner_steps=4), 500)
+    assert 8 * found.step_s == pytest.approx(1.26 + 7 * 1.5 + 4 * 0.57)
+
+
 def test_settings_or_sites_that_were_not_measured_are_not_taken() -> None:
     bound = replace(OPEN, max_increase=0.04, local=Local(outer_lr=1.0))
     assert (
