@@ -117,6 +117,18 @@ def test_named_sites_have_each_rank_once() -> None:
         )
 
 
+def test_sites_that_nothing_tells_apart_are_explained() -> None:
+    ranks = [{"node": f"n{index // 2}", "rate": 1e8, "uplinks": {}} for index in range(4)]
+    assert sites.find_sites(ranks) == ((0, 1), (2, 3))
+    assert sites.explain_sites(None, ranks) == f"; {sites.UNKNOWN_SITES}"
+    assert sites.explain_sites([[0, 1], [2, 3]], ranks) == "", "the script names them"
+    assert sites.explain_sites(None, ranks[:2]) == "", "one node"
+    thin = [*ranks[:2], *({**each, "rate": 1e7} for each in ranks[2:])]
+    assert sites.explain_sites(None, thin) == "", "the cluster file tells them apart"
+    measured = [{**ranks[0], "measured_sites": (("n0",), ("n1",)), "measured_sites_text": "sites by links"}, *ranks[1:]]
+    assert sites.explain_sites(None, measured) == "; sites by links"
+
+
 def orders(split: RoundSplit, num_samples: int) -> list[SiteOrder]:
     indices = np.random.default_rng(0).permutation(num_samples)
     return [SiteOrder(indices=indices, split=split, site=site) for site in range(len(split.speeds))]

@@ -28,6 +28,10 @@ _THIN_NIC_RATIO = 0.5
 MIN_RATE_GAP = 4.0
 """Least ratio of measured rates inside sites to those between them. Below it, exact modes hide most of an exchange; and
 rates of one kind of link differ by less."""
+UNKNOWN_SITES = (
+    "each node is a site: no cluster file tells nodes apart by switches or NICs, and a job, or a run with such a file, "
+    "does not measure links. Describe them (with --hosts, a cluster file), or name the sites in Local(sites=...)"
+)
 FIRST_INNER_STEPS = 16
 """Inner steps of the first rounds, if they are derived: no exchange has been measured yet."""
 MIN_SPLIT_GAIN = 0.05
@@ -56,6 +60,28 @@ def find_sites(ranks: Sequence[Mapping[str, Any]]) -> tuple[Site, ...]:
             `uplinks` (switch above it, nearest first -> bytes per second). Of the first one, `measured_sites`: nodes of
             each site by measured links, if there are such.
     """
+    names = _site_names(ranks)
+    if len(set(names)) == 1:
+        names = [("node", each["node"]) for each in ranks]
+    found: dict[tuple[str, str], list[int]] = {}
+    for index, name in enumerate(names):
+        found.setdefault(name, []).append(index)
+    return tuple(map(tuple, found.values()))
+
+
+def explain_sites(named: Sequence[Sequence[int]] | None, ranks: Sequence[Mapping[str, Any]]) -> str:
+    """Return where sites come from, in words that follow others, if neither script nor cluster file says it."""
+    if named is not None:
+        return ""
+    if "measured_sites_text" in ranks[0]:
+        return f"; {ranks[0]['measured_sites_text']}"
+    if len({each["node"] for each in ranks}) == 1 or len(set(_site_names(ranks))) > 1:
+        return ""
+    return f"; {UNKNOWN_SITES}"
+
+
+def _site_names(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return for each rank kind and name of what ties it to others: all the same if nothing tells nodes apart."""
     measured = {node: index for index, site in enumerate(ranks[0].get("measured_sites") or ()) for node in site}
     nodes = {each["node"]: each for each in ranks}
     fastest = max((each["rate"] or 0.0 for each in nodes.values()), default=0.0)
@@ -71,13 +97,7 @@ def find_sites(ranks: Sequence[Mapping[str, Any]]) -> tuple[Site, ...]:
             return "node", rank["node"]
         return "switch", next((name for name, rate in rank["uplinks"].items() if rate < below[name]), "")
 
-    names = [site_name(each) for each in ranks]
-    if len(set(names)) == 1:
-        names = [("node", each["node"]) for each in ranks]
-    found: dict[tuple[str, str], list[int]] = {}
-    for index, name in enumerate(names):
-        found.setdefault(name, []).append(index)
-    return tuple(map(tuple, found.values()))
+    return [site_name(each) for each in ranks]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

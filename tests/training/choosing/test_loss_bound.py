@@ -1,14 +1,17 @@
 """Mode and wire format within a bound on the loss: what is taken on which cluster, and what the reason says."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from ringweave.environment import WorkerEnvironment
 from ringweave.jobs import modes
 from ringweave.planning.loss_table import LOCAL_SETTINGS, LossIncrease, LossTable
-from ringweave.training import Local
+from ringweave.training import Asynchronous, Local, preparation
 from ringweave.training.mode_choice import forecast
 from ringweave.training.mode_choice.forecast import BoundedChoice, LossBound
+from ringweave.training.options import Script
 
 BALANCED = (modes.BALANCED, "as ever", None)
 MB = 10**6
@@ -159,3 +162,33 @@ def test_rings_count_by_the_loss_that_they_cost(bound: float, mode: str) -> None
     )
     assert (found.mode, found.rings, found.wire) == (mode, rings if mode == "ps-hra" else None, "exact")
     assert f"loss +0.00% to +2.00% (measured on other tasks){'' if mode == 'ps-hra' else ', too much'}" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("mode", "wire", "is_said"), [("auto", "exact", True), ("local", "auto", True), ("local", "int8", False)]
+)
+def test_an_elastic_job_says_that_it_chooses_nothing_within_a_bound(mode: str, wire: str, is_said: bool) -> None:
+    none: Any = None
+    script = Script(
+        model=none,
+        optimizer=none,
+        loader=none,
+        spec=none,
+        seed=0,
+        mode=mode,
+        reduction="mean",
+        max_samples=None,
+        ddp={},
+        settings=Asynchronous(),
+        extra_state={},
+        on_failure="drop",
+        wire=wire,
+        max_loss_increase=0.01,
+    )
+    found, reason = preparation._without_choice(script, "first reason", WorkerEnvironment.from_environ({}))
+    text = (
+        "; an elastic job chooses neither mode nor wire format within a bound on the loss: name them (--mode local, "
+        "--wire int8), or leave --elastic out"
+    )
+    assert reason == "first reason" + text * is_said
+    assert found.wire == ("exact" if wire == "auto" else wire)
