@@ -36,6 +36,8 @@ class FakeHosts:
     root: Path
     names: tuple[str, ...]
     commands: list[subprocess.Popen[str]] = field(default_factory=list)
+    namespace: tuple[str, ...] = ()
+    """Words before each command that enter a network namespace; empty for this machine's network."""
 
     def home(self, name: str) -> Path:
         return self.root / name
@@ -65,7 +67,7 @@ class FakeHosts:
     def start(self, *words: str, host: str | None = None) -> "subprocess.Popen[str]":
         """Start `ringweave WORDS` in the project folder, or on a host."""
         command = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ringweave", *words],
+            [*self.namespace, sys.executable, "-P", "-m", "ringweave", *words],
             cwd=self.home(host) if host else self.root / "user" / "project",
             env=self.environ(host),
             stdout=subprocess.PIPE,
@@ -140,10 +142,11 @@ class FakeHosts:
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[FakeHosts]:
     """Three hosts."""
-    yield from _hosts(tmp_path, {"a": "127.0.0.2", "b": "127.0.0.3", "c": "127.0.0.4"})
+    yield from make_hosts(tmp_path, {"a": "127.0.0.2", "b": "127.0.0.3", "c": "127.0.0.4"})
 
 
-def _hosts(root: Path, addresses: Mapping[str, str]) -> Iterator[FakeHosts]:
+def make_hosts(root: Path, addresses: Mapping[str, str]) -> Iterator[FakeHosts]:
+    """Hosts in folders below `root`, by name and address, until the test ends."""
     for name, address in addresses.items():
         (root / name).mkdir()
         (root / name / "address").write_text(address)

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from ringweave.cli.main import ringweave_group
-from ringweave.platforms.hosts import host_checks
-from ringweave.platforms.hosts.host_checks import HostCheck, HostsReport, clock_offset_s
+from ringweave.platforms.hosts import host_checks, ssh, start
+from ringweave.platforms.hosts.host_checks import HostCheck, HostsReport
 from ringweave.platforms.hosts.host_list import HostSpec
 from ringweave.topology import cgroups
 from tests.fakes.ssh_program import SshHosts, use_ssh_hosts
@@ -37,7 +37,7 @@ def ssh_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SshHosts:
 
 def check_of(node: str, **changes: object) -> HostCheck:
     host = HostSpec(node=node, destination=node, workers=2)
-    return HostCheck(host=host, facts={**FACTS, **changes}, clock_offset_s=0.25, is_reachable=True)
+    return HostCheck(host=host, facts={**FACTS, **changes}, clock_offset_s=0.25, round_trip_s=0.012, is_reachable=True)
 
 
 def test_what_differs_from_most_hosts_is_marked() -> None:
@@ -48,6 +48,7 @@ def test_what_differs_from_most_hosts_is_marked() -> None:
     assert words["torch"] == ["2.13.0", "2.13.0", "none *"]
     assert words["NICs"] == ["eth0 10Gbit/s", "eth0 10Gbit/s", "ib0 ? *"]
     assert words["clock"] == ["+0.250 s", "+0.250 s", "+0.250 s"]
+    assert words["round trip"] == ["12 ms", "12 ms", "12 ms"]
     assert words["memory limit"] == ["none", "none", "none"]
     assert words["free disk"] == ["1024.0 GiB", "1024.0 GiB", "2048.0 GiB"]
     assert text.endswith("* differs from most of these hosts\n\nA run on these hosts works.\n")
@@ -62,10 +63,11 @@ def test_hosts_that_do_not_fit_beside_others_come_below() -> None:
     assert text.endswith("\n1 thing to fix:\nx: 1, expected 2. Do it.\n")
 
 
-def test_the_fastest_reading_says_the_clock_offset() -> None:
+def test_the_fastest_reading_gives_clock_offset_and_round_trip() -> None:
     own = iter([0.0, 4.0, 10.0, 10.2, 20.0, 23.0])
     theirs = iter([1.0, 15.1, 99.0])
-    assert clock_offset_s(lambda: next(theirs), lambda: next(own)) == pytest.approx(5.0)
+    reading = ssh.read_clock(lambda: next(theirs), lambda: next(own))
+    assert reading == pytest.approx((0.2, 5.0))
 
 
 @pytest.mark.slow
@@ -100,7 +102,7 @@ def test_a_host_without_ringweave_and_one_that_is_unknown_stop_a_run(
     assert "or add --install" in lines[-2]
     assert lines[-1].startswith("host gone: 'a name that cannot be resolved'")
 
-    monkeypatch.setattr(host_checks, "MIN_FREE_DISK_BYTES", 2**60)
+    monkeypatch.setattr(start, "MIN_FREE_DISK_BYTES", 2**60)
     done = CliRunner().invoke(ringweave_group, ["doctor", "--hosts", "a"], standalone_mode=False)
     assert done.return_value == 1
     last = done.output.splitlines()[-1]

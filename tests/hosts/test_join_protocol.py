@@ -514,19 +514,38 @@ def test_a_joiner_says_nothing_to_a_foreign_server(desk: Desk) -> None:
         listener.close()
 
 
-def test_a_thousand_wrong_tokens_do_no_harm(desk: Desk) -> None:
+FOREIGN = JoinToken.create(CertificateAuthority("train-1").issue("host", "a").authority_pem)
+"""Of a run with the same name; its holder calls this one all the same."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "token", "refusal"),
+    [
+        ("wrong", JoinToken(authority_key=TOKEN.authority_key, secret=bytes(24)), "none of this run"),
+        ("foreign", FOREIGN, "none of this run"),
+        ("expired", TOKEN, "expired at "),
+        ("replayed", TOKEN, "used already"),
+    ],
+)
+def test_a_thousand_tokens_that_do_not_count_do_no_harm(desk: Desk, kind: str, token: JoinToken, refusal: str) -> None:
+    if kind == "expired":
+        desk.entry = replace(desk.entry, seats=tuple(replace(seat, expires_s=NOW) for seat in desk.entry.seats))
     listener, port = listening(desk)
     before, authentication = threading.active_count(), JoinerAuthentication(TOKEN.authority_key)
-    wrong = JoinToken.create(HOST.authority_pem)
     try:
+        if kind == "replayed":
+            assert ask(port, request_of(5000)).host == 2
+        entry = desk.entry
         for _ in range(10):
             with RpcClient.connect("127.0.0.1", port, authentication, role=HOST_ROLE) as client:
                 for number in range(100):
-                    with pytest.raises(RemoteError, match=r"^token: 'none of this run'"):
-                        client.call(request_of(number, wrong), timeout_s=PATIENCE_S)
+                    with pytest.raises(RemoteError, match=rf"^token: '{refusal}"):
+                        client.call(request_of(number, token), timeout_s=PATIENCE_S)
         assert listener.refusals.total == 1000
+        assert desk.entry == entry
         assert threading.active_count() <= before + 20
-        assert ask(port, request_of(1)).host == 2
+        if kind in ("wrong", "foreign"):
+            assert ask(port, request_of(1)).host == 2
     finally:
         listener.close()
 

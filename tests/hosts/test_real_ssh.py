@@ -1,5 +1,6 @@
 """Runs on hosts over Debian's sshd: nodes with homes, host keys and disks of their own."""
 
+import importlib.metadata
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +84,15 @@ def block_n1(nodes: Sequence[SshNode]) -> None:
     )
 
 
+def give_n2_other_torch(nodes: Sequence[SshNode]) -> None:
+    """Let the node see metadata of another torch in the place of the installed one's."""
+    (metadata,) = (each for each in importlib.metadata.files("torch") or () if each.match("*.dist-info/METADATA"))
+    path = str(importlib.metadata.distribution("torch").locate_file(metadata))
+    other = "/run/torch-metadata"
+    change = f"sed 's/^Version: .*/Version: 1.13.1/' {path} > {other} && mount --bind {other} {path}"
+    nodes[2].run(["sh", "-c", change], user="root")
+
+
 @pytest.mark.parametrize(
     ("fault", "texts"),
     [
@@ -97,7 +107,18 @@ def block_n1(nodes: Sequence[SshNode]) -> None:
             lambda nodes: nodes[2].hide_python(),
             ["host n2: 'no Python with ringweave', expected an answer by ssh. Install ringweave there"],
         ),
-        (lambda nodes: nodes[1].fill_disk("/home"), ["host n1:", "No space left on device"]),
+        (
+            lambda nodes: nodes[1].fill_disk("/home"),
+            ["free disk of host n1: '0B', expected at least 64MB. Free space for /home/trainer/.local/state"],
+        ),
+        (
+            lambda nodes: nodes[1].refuse_keys(),
+            ["host n1: 'no key that it accepts', expected an answer by ssh. Put your key there (ssh-copy-id n1)"],
+        ),
+        (
+            give_n2_other_torch,
+            ["torch on host n2: '1.13.1', expected", "Install the same minor version of torch on all hosts"],
+        ),
         (
             block_n1,
             [
@@ -106,7 +127,7 @@ def block_n1(nodes: Sequence[SshNode]) -> None:
             ],
         ),
     ],
-    ids=["host key", "no Python", "full disk", "blocked in one direction"],
+    ids=["host key", "no Python", "full disk", "wrong key", "other torch", "blocked in one direction"],
 )
 def test_a_host_that_cannot_take_part_is_named(
     lab: SshLab, fault: Callable[[Sequence[SshNode]], None], texts: list[str]
@@ -115,6 +136,20 @@ def test_a_host_that_cannot_take_part_is_named(
     code, _, errors = run(lab)
     assert code == 1
     assert all(text in errors for text in texts), errors
+    wait_nothing_left(lab)
+
+
+@pytest.mark.thorough
+def test_a_host_that_is_far_away_is_named_and_takes_part(lab: SshLab) -> None:
+    lab.nodes[1].delay_ms(300.0)
+    code, out, errors = run(lab)
+    assert code == 0, errors
+    found = re.search(r"round trip to host n1: '([0-9.]+) s over ssh', expected at most 0.1 s", errors)
+    assert found is not None, errors
+    assert float(found[1]) >= 0.3
+    assert "Leave the host out, or train in a mode that waits for it less often: --mode local, or ps-hra." in errors
+    assert len(out.splitlines()) == 4
+    lab.nodes[1].delay_ms(0.0)
     wait_nothing_left(lab)
 
 

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from ringweave import ports
+from ringweave.platforms.hosts import start
 from ringweave.ports import PortRange
 from tests.hosts.conftest import FakeHosts
 from tests.hosts.test_join import JOB, read_checks
@@ -182,3 +183,8 @@ def test_an_elastic_run_on_this_machine_outlives_its_command_its_coordinator_and
     assert set(done["0.0"]) == set(range(1, max(done["0.0"]) + 1))
     for each in done.values():
         assert each.items() <= done["0.0"].items() or max(each) > max(done["0.0"])
+
+
+def test_variables_of_libraries_and_of_probing_go_to_all_hosts() -> None:
+    environ = {"NCCL_DEBUG": "INFO", "RINGWEAVE_PROBE": "never", "RINGWEAVE_MODE": "ps", "HOME": "/"}
+    assert start.forwarded_environ(environ) == {"NCCL_DEBUG": "INFO", "RINGWEAVE_PROBE": "never"}

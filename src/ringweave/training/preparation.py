@@ -333,6 +333,7 @@ def _prepare_sharded(script: Script, environment: WorkerEnvironment) -> Prepared
     recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=balancer.latest)
     sharded_model.share_replicas(script.model, control)
     sharded_model.weigh_outputs(script.model, weights)
+    sharded_model.overlap_all_reduces(script.model)
     membership = StaticMembership(control, balancer, timer, recorder.epoch_accounted)
     source = OrderSource(script.loader, script.spec, reports[0]["seed"], membership)
     weight = _batch_weight(script, control)
@@ -406,7 +407,7 @@ def _find_measured_sites(environment: WorkerEnvironment) -> MeasuredSites | None
     group = dist.group.WORLD
     if not isinstance(group, RingweaveProcessGroup) or group.measured_network is None:
         return None
-    if environment.cluster_path is not None:
+    if environment.cluster_path is not None and not environment.probes_described:
         return None
     cluster, rates = group.measured_network.cluster(), group.measured_network.link_rates
     names = list(dict.fromkeys(each.location.node for each in group.members.ranks))

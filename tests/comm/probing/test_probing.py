@@ -203,6 +203,8 @@ def test_nothing_is_measured_where_there_is_a_file_or_no_network_or_nobody_wants
     assert lookup.measurement_for_group(store, group(1, 2)[0], SOON, WorkerEnvironment()) is None
     assert WorkerEnvironment.from_environ({"RINGWEAVE_PROBE": "never"}).probes is False
     assert WorkerEnvironment(probes=False).to_environ() == {"RINGWEAVE_PROBE": "never"}
+    assert WorkerEnvironment(probes_described=True).to_environ() == {"RINGWEAVE_PROBE": "always"}
+    assert WorkerEnvironment.from_environ({"RINGWEAVE_PROBE": "always"}).probes_described
 
 
 @pytest.mark.slow

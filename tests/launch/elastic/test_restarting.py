@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from ringweave.jobs.restart_policy import RestartPolicy
 from ringweave.launcher.outcome import WorkerFailure
-from ringweave.launcher.restarts import LEFT_EXIT_CODE, RestartPolicy, SlotExit, WorkerRestarts
+from ringweave.launcher.restarts import LEFT_EXIT_CODE, SlotExit, WorkerRestarts
 from ringweave.launcher.workers import WorkerExit
 
 FENCED = "ringweave.errors.MembershipError: this worker is no member any more: no heartbeat came in time."
@@ -21,7 +22,7 @@ def ended(signal_name: str | None = None, code: int | None = None, line: str = "
 def delays_s(policy: RestartPolicy, num_ends: int, lifetime_s: float, *, is_useful: bool = False) -> list[float | None]:
     found: list[float | None] = []
     for _ in range(num_ends):
-        policy.record_end(lifetime_s, 0.0, is_useful=is_useful)
+        policy = policy.after_end(lifetime_s, 0.0, is_useful=is_useful)
         found.append(policy.due_s)
     return found
 
@@ -29,15 +30,18 @@ def delays_s(policy: RestartPolicy, num_ends: int, lifetime_s: float, *, is_usef
 def test_what_ends_early_again_and_again_is_started_later_each_time_and_given_up_at_last() -> None:
     policy = RestartPolicy()
     assert delays_s(policy, 10, 0.1) == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, None]
+    for _ in range(10):
+        assert not policy.has_given_up
+        policy = policy.after_end(0.1, 0.0)
     assert policy.has_given_up
-    assert not policy.take_due(1e9)
+    assert not policy.is_due(1e9)
     assert delays_s(RestartPolicy(first_delay_s=1.5, max_failed_starts=3), 3, 0.1) == [1.5, 1.0, None]
 
 
-def test_a_start_is_due_once() -> None:
+def test_a_start_is_due_after_its_delay() -> None:
     policy = RestartPolicy()
-    policy.record_end(3600.0, 5.0)
-    assert [policy.take_due(now_s) for now_s in (4.9, 5.0, 5.1)] == [False, True, False]
+    policy = policy.after_end(3600.0, 5.0)
+    assert [policy.is_due(now_s) for now_s in (4.9, 5.0, 5.1)] == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -46,27 +50,27 @@ def test_a_start_is_due_once() -> None:
 )
 def test_a_life_that_was_worth_its_start_did_not_end_early(lifetime_s: float, is_useful: bool, is_early: bool) -> None:
     """Where faults are frequent, those that come back must not be fewer and fewer."""
-    policy = RestartPolicy()
-    assert delays_s(policy, 4, lifetime_s, is_useful=is_useful)[-1] == (4.0 if is_early else 0.0)
-    assert policy.num_failed_starts == (4 if is_early else 0)
+    assert delays_s(RestartPolicy(), 4, lifetime_s, is_useful=is_useful)[-1] == (4.0 if is_early else 0.0)
+    policy = RestartPolicy().after_end(lifetime_s, 0.0, is_useful=is_useful)
+    assert policy.num_failed_starts == is_early
 
 
 def test_a_life_that_was_not_early_begins_the_row_anew() -> None:
     policy = RestartPolicy()
     for number in range(40):
-        policy.record_end(61.0 if number % 9 == 8 else 3.0, 0.0)
+        policy = policy.after_end(61.0 if number % 9 == 8 else 3.0, 0.0)
         assert not policy.has_given_up
-    policy.record_end(1.0, 0.0, has_joined=True)
+    policy = policy.after_end(1.0, 0.0, has_joined=True)
     assert policy.num_failed_starts == 0
 
 
 def test_what_fails_by_itself_three_times_in_a_row_is_given_up() -> None:
     policy = RestartPolicy()
     for is_own_failure in (True, True, False, True, True):
-        policy.record_end(100.0, 0.0, is_own_failure=is_own_failure)
+        policy = policy.after_end(100.0, 0.0, is_own_failure=is_own_failure)
         assert not policy.has_given_up
-    policy.record_end(0.0, 0.0)  # a start that failed is no end of a process
-    policy.record_end(86400.0, 0.0, is_own_failure=True)  # it never trained
+    policy = policy.after_end(0.0, 0.0)  # a start that failed is no end of a process
+    policy = policy.after_end(86400.0, 0.0, is_own_failure=True)  # it never trained
     assert policy.has_given_up
 
 
@@ -74,7 +78,7 @@ def test_what_fails_once_a_day_is_started_for_ever() -> None:
     """A device that fails once a day was the end of the training on the third day."""
     policy = RestartPolicy()
     for _ in range(10):
-        policy.record_end(86400.0, 0.0, is_useful=True, is_own_failure=True)
+        policy = policy.after_end(86400.0, 0.0, is_useful=True, is_own_failure=True)
         assert not policy.has_given_up
 
 

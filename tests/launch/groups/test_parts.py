@@ -2,7 +2,9 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +49,23 @@ def test_a_config_of_another_ringweave_is_refused_and_both_formats_are_named(
         JobError, match=rf"config of the job: '{text}', expected format 2\. Delete the job with the ringw"
     ):
         job_config.JOB_CONFIG_JSON.parse(other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "probe"),
+    [({}, "always"), ({"cluster": "x"}, None), ({"between_hosts": False}, None), ({"min_workers": 5}, None)],
+)
+def test_links_at_assumed_rates_are_measured_between_hosts_but_not_after_losses(
+    config: JobConfig, tmp_path: Path, changes: dict[str, Any], probe: str | None
+) -> None:
+    if "cluster" in changes:
+        nodes = "".join(f"  - {{name: {name}, nic: 1Gbit/s, devices: 10}}\n" for name in ("n0", "n2"))
+        changes = {"cluster": f"name: lab\nnodes:\n{nodes}"}
+    opening = RendezvousResult(round=1, master_address=MEETING, addresses={"n0": "10.0.0.1", "n2": "10.0.0.3"})
+    program = WorkerProgram(target=str(tmp_path / "s.py"))
+    changed = replace(config, **changes)
+    group = job_config.node_worker_group(changed, 2, opening, run_dir=RunDir(root=tmp_path), program=program, cpus=1)
+    assert {worker.environ.get("RINGWEAVE_PROBE") for worker in group.workers} == {probe}
 
 
 def test_each_node_starts_its_part_of_the_whole(config: JobConfig, tmp_path: Path) -> None:

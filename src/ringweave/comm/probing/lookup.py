@@ -42,7 +42,8 @@ def measurement_for_group(
         The measurement, on the first rank of the group; None on all others, where a file describes the network, where
             there is none, and where the measurement failed.
     """
-    if environment.cluster_path is not None or not environment.probes or not measure.can_probe(group):
+    is_described = environment.cluster_path is not None and not environment.probes_described
+    if is_described or not environment.probes or not measure.can_probe(group):
         return None  # the same on all ranks, because its inputs are
     return find_or_measure(store, group, min(timeout, _GROUP_TIMEOUT))
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ringweave.errors import JobError, LaunchError, RingweaveError, UnknownJobError, shorten
 from ringweave.files import file_io
@@ -36,6 +36,7 @@ CONNECT_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 30.0
 NO_PYTHON_EXIT = 97
 """Exit code of the remote shell where no interpreter with ringweave was found."""
+_NUM_CLOCK_READINGS = 3
 MAX_LINE_BYTES = 64 * 2**20
 MAX_PAYLOAD_BYTES = 2**30
 _SSH_OPTIONS = (
@@ -123,6 +124,23 @@ def python_command(python: str | None, *, same: str = sys.executable, installed:
     return f"sh -c {shlex.quote('; '.join([*tried, f'exit {NO_PYTHON_EXIT}']))}"
 
 
+class ClockReading(NamedTuple):
+    """Clock of a host, by the fastest of a few readings."""
+
+    round_trip_s: float
+    offset_s: float
+    """Its clock minus this machine's, exact to half of the round trip."""
+
+
+def read_clock(read_theirs: Callable[[], float], read_own: Callable[[], float] = time.time) -> ClockReading:
+    """Return the difference of two clocks and the round trip between them."""
+    readings = []
+    for _ in range(_NUM_CLOCK_READINGS):
+        before_s, theirs_s, after_s = read_own(), read_theirs(), read_own()
+        readings.append(ClockReading(after_s - before_s, theirs_s - (before_s + after_s) / 2))
+    return min(readings)
+
+
 class SshConnection:
     """Connection to one host; calls are answered one after the other. Threads may share it."""
 
@@ -185,6 +203,14 @@ class SshConnection:
         if "error" in answer:
             raise self._remote_error(str(answer["error"]), str(answer.get("kind", "")))
         return answer, content
+
+    def read_clock(self) -> ClockReading:
+        """Read the clock of the host.
+
+        Raises:
+            HostError: The connection is gone.
+        """
+        return read_clock(lambda: float(self.call("clock")["time"]))
 
     def close(self) -> None:
         """End the connection; the remote program ends with it, and nothing else."""

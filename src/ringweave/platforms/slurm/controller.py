@@ -21,8 +21,8 @@ from ringweave.files import rotation
 from ringweave.jobs import advance, records
 from ringweave.jobs.reconcile import reconcile
 from ringweave.jobs.records import JobAction, JobRecord, ObservedJobState
+from ringweave.jobs.restart_policy import MAX_FAILED_STARTS
 from ringweave.jobs.states import JobState
-from ringweave.launcher.restarts import MAX_FAILED_STARTS
 from ringweave.platforms import api
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_folder import JobFolder
