@@ -99,11 +99,11 @@ def test_the_reason_names_sites_and_rates() -> None:
     )
 
 
-def test_measured_sites_count_without_a_cluster_file() -> None:
+def test_measured_sites_count_whatever_rates_are_assumed() -> None:
     measured = {"measured_sites": [["a", "c"], ["b"]]}
     assert sites.find_sites([rank("a") | measured, rank("b"), rank("c"), rank("b")]) == ((0, 2), (1, 3))
-    with_file = [rank("a", 100.0) | measured, rank("b", 100.0), rank("c", 100.0)]
-    assert sites.find_sites(with_file) == ((0,), (1,), (2,))
+    assumed = [rank("a", 100.0) | measured, rank("b", 100.0), rank("c", 100.0)]
+    assert sites.find_sites(assumed) == ((0, 2), (1,)), "agents of a job without a cluster file write one"
 
 
 def test_named_sites_have_each_rank_once() -> None:

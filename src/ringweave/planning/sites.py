@@ -29,8 +29,8 @@ MIN_RATE_GAP = 4.0
 """Least ratio of measured rates inside sites to those between them. Below it, exact modes hide most of an exchange; and
 rates of one kind of link differ by less."""
 UNKNOWN_SITES = (
-    "each node is a site: no cluster file tells nodes apart by switches or NICs, and a job, or a run with such a file, "
-    "does not measure links. Describe them (with --hosts, a cluster file), or name the sites in Local(sites=...)"
+    "each node is a site: neither switches and NICs of a cluster file nor measured links tell nodes apart; an elastic "
+    "job measures none. Describe the links (with --hosts, a cluster file), or name the sites in Local(sites=...)"
 )
 FIRST_INNER_STEPS = 16
 """Inner steps of the first rounds, if they are derived: no exchange has been measured yet."""
@@ -58,7 +58,7 @@ def find_sites(ranks: Sequence[Mapping[str, Any]]) -> tuple[Site, ...]:
     Args:
         ranks: Of each rank: `node`, `rate` (bytes per second of its node's NICs, None without a cluster file) and
             `uplinks` (switch above it, nearest first -> bytes per second). Of the first one, `measured_sites`: nodes of
-            each site by measured links, if there are such.
+            each site by measured links, if no cluster file describes them and there are such.
     """
     names = _site_names(ranks)
     if len(set(names)) == 1:
@@ -91,7 +91,7 @@ def _site_names(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
             below[switch] = below.get(switch, 0.0) + (each["rate"] or 0.0)
 
     def site_name(rank: Mapping[str, Any]) -> tuple[str, str]:
-        if not rank["rate"] and rank["node"] in measured:
+        if rank["node"] in measured:
             return "measured", str(measured[rank["node"]])
         if not rank["rate"] or rank["rate"] <= _THIN_NIC_RATIO * fastest:
             return "node", rank["node"]
