@@ -186,7 +186,7 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
     timer = _step_timer(script, environment)
     member_process.refuse_process_group()
     mode, reason = modes.decide_mode(script.mode, environment.mode, 2)
-    script, reason = _without_open_wire(script, reason)
+    script, reason = _without_choice(script, reason, environment)
     has_server, settings = modes.has_server(mode, is_elastic=True), script.settings
     if mode == modes.LOCAL:
         settings = script.local.as_asynchronous()
@@ -232,12 +232,14 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
     return parallel, optimizer, SharedLoader(script.loader, source, weights, timer, sample_weights)
 
 
-def _without_open_wire(script: Script, reason: str) -> tuple[Script, str]:
-    """Return the script of an elastic job with exact gradients if its format would be chosen within a bound."""
-    if script.max_loss_increase is None or script.wire != AUTO_WIRE:
+def _without_choice(script: Script, reason: str, environment: WorkerEnvironment) -> tuple[Script, str]:
+    """Return the script of an elastic job, which chooses neither mode nor wire format within a bound, and says so."""
+    is_mode_open = modes.is_undecided(script.mode, environment.mode, 2)
+    if script.max_loss_increase is None or not (is_mode_open or script.wire == AUTO_WIRE):
         return script, reason
-    reason += "; an elastic job chooses no wire format within a bound on the loss"
-    return dataclasses.replace(script, wire=EXACT), reason
+    do = "name them (--mode local, --wire int8), or leave --elastic out"
+    reason += f"; an elastic job chooses neither mode nor wire format within a bound on the loss: {do}"
+    return dataclasses.replace(script, wire=EXACT if script.wire == AUTO_WIRE else script.wire), reason
 
 
 def _step_timer(script: Script, environment: WorkerEnvironment) -> StepTimer:
@@ -262,8 +264,7 @@ def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
         script, mode, reason, rings = _choose_within_bound(script, (mode, reason, rings), reports, is_open=is_open)
     if mode == modes.LOCAL:
         all_sites = sites.sites_of(script.local.sites, reports)
-        if script.local.sites is None and "measured_sites_text" in reports[0]:
-            reason += f"; {reports[0]['measured_sites_text']}"
+        reason += sites.explain_sites(script.local.sites, reports)
         if len(all_sites) > 1:
             recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=())
             exchange = exchange or SiteExchange(all_sites, rank)
@@ -430,7 +431,7 @@ def _prepare_sites(
         outer_steps.copy_first_values(script.model, exchange)
     timer, site_control = _step_timer(script, environment), exchange.site_control
     rounds = RoundControl(exchange, script.local, script.spec.batch_samples, recorder.outer_step_done)
-    site_reports, num_samples = [reports[rank] for rank in exchange.site], rounds.split.site_batch_samples
+    site_reports, num_samples = [reports[rank] for rank in exchange.site], rounds.split.site_batches[exchange.index]
     balancer = _make_balancer(site_reports, modes.LOCAL, timer, site_control, recorder, batch_samples=num_samples)
     weights = SampleWeights(num_ranks=len(exchange.site), is_mean=script.is_mean)
     reducer = GradientReducer(process_group=exchange.site_group, timer=timer, wire=script.wire)
@@ -441,7 +442,7 @@ def _prepare_sites(
     weight = BatchWeight(script.weight, site_control) if callable(script.weight) else script.sample_weights
     outer = OuterOptimizer(parallel.module, script.local, rounds.split.fragments)
     factor = _scale_inner_rates(
-        script, lambda is_invariant: rounds.split.inner_lr_factor(is_scale_invariant=is_invariant)
+        script, lambda is_invariant: rounds.split.inner_lr_factor(exchange.index, is_scale_invariant=is_invariant)
     )
     recorder.sites_formed(exchange.sites, rounds.split.inner_steps, factor())
     membership = SiteMembership(control, balancer, timer, recorder.epoch_accounted, outer, rounds=rounds)

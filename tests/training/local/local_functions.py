@@ -158,10 +158,8 @@ def derived_inner_steps(settings: Local, exchange_s: float, step_s: float) -> li
 def save_or_resume(folder: Path, settings: Local, stops_in: tuple[int, int] | None, resumes: bool) -> dict[str, Any]:
     """Train three epochs, with a checkpoint asked for at each step; return what the training ends with."""
     RoundSplit.with_measured = lambda self, *_: self  # measured speeds differ from run to run
-    assert settings.sites is not None
-    own_site = next(site for site in settings.sites if dist.get_rank() in site)
     model, optimizer, loader = ringweave.prepare(
-        *make(num_samples=96, adam=True), mode="local", local=settings, max_samples=6 // len(own_site)
+        *make(num_samples=96, adam=True), mode="local", local=settings, max_samples=12 // dist.get_world_size()
     )
     checkpoints = ringweave.Checkpoints(folder, keep=100, model=model, optimizer=optimizer, loader=loader)
     done = checkpoints.load() if resumes else checkpoints.clear()

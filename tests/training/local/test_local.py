@@ -56,12 +56,12 @@ def test_nesterov_as_in_diloco() -> None:
 
 
 def test_sites_of_unequal_size_are_weighted_by_samples() -> None:
-    """Two ranks and one: the first site has two thirds of the samples, in two inner steps instead of one."""
+    """Two ranks and one: the first site has two thirds of the samples, in inner steps that are twice as large."""
     settings = Local(inner_steps=1, sites=TWO, **EXACT)
     found = run_ranks(local_functions.first_round, 3, settings)
     pair, _, single = (samples for _, samples, _, _ in found)
     assert (len(pair), len(single)) == (8, 4)
-    one, other = local_functions.alone([pair[:4], pair[4:]]), local_functions.alone([single])
+    one, other = local_functions.alone([pair]), local_functions.alone([single])
     expected = [2 / 3 * each + 1 / 3 * its for each, its in zip(one, other, strict=True)]
     assert found[0][2] == found[1][2] == found[2][2]
     assert found[0][2] == pytest.approx(expected, abs=1e-14)

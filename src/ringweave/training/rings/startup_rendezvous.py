@@ -250,6 +250,7 @@ def _begin_server_job(
     speeds = relative_speeds(profiles)
     if mode == modes.LOCAL:
         ring_indices = sites.sites_of(script.local.sites, profiles)
+        reason += sites.explain_sites(script.local.sites, profiles)
     else:
         ring_indices = ring_formation.form_initial_rings(mode, settings, speeds, profiles, rings_by_links).rings
     shares = ring_formation.initial_shares(script.spec.batch_samples, speeds, profiles)
