@@ -20,20 +20,25 @@ help:
 	@echo "make chaos   faults in labs, each bar by its bench (needs root; hours; SHORT=1: three quarters of an hour)"
 	@echo "make setup   only make $(VENV)/ with ringweave, PyTorch and the tools"
 
+EXTRAS ?= train,hf,lightning,dev
+# pip compiles all files of 300 MB, one after the other; these are compiled when they are imported.
+RARELY_IMPORTED := /(tests?|testing/_internal|transformers/models)/
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml bench/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,hf,lightning,dev]' -e bench
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[$(EXTRAS)]' -e bench
 	$(BIN)/python -m compileall -q -j 0 src bench/ringweave_bench
+	$(BIN)/python -m compileall -qq -j 0 -x '$(RARELY_IMPORTED)' $(VENV)/lib || true
 	@touch $@
 
 demo: setup
 	$(BIN)/python examples/demo.py --out $(RUN_DIR)
 
-# More processes than two cores: many tests wait for processes of their own. These are many, and each would compile all
-# that it imports where no bytecode is kept; the first ones at once would, where `setup` had not.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n 5 --dist worksteal
+# More processes than two cores: many tests wait for processes of their own. A process of tests has 1 GB, with what it
+# starts. These are many, and each would compile all that it imports where no bytecode is kept.
+TEST_PROCESSES ?= 7
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal
 # DEMAND="lab browser": what needs a lab or a browser fails where there is none, and is not skipped.
 test: setup
 	$(PYTEST) $(DEMAND:%=--demand %)
@@ -52,7 +57,7 @@ test-kube: setup
 
 # Operator and supervisor killed at every boundary of every life; make test takes one life of each.
 test-crashes: setup
-	$(BIN)/pytest tests/launch/kubernetes/operating/test_crashes.py tests/launch/local/jobs/test_crashes.py \
+	$(BIN)/pytest tests/platforms/kubernetes/operating/test_crashes.py tests/platforms/local/test_crashes.py \
 		--all-crashes -p no:randomly
 
 check: setup

@@ -82,7 +82,7 @@ def change_number(rng: random.Random, good: bytes) -> bytes:
 
 def mutations(parser: "UntrustedParser", seed: int) -> Iterator[bytes]:
     """Yield messages with something wrong, without end: one change, or a few."""
-    from tests.wire.mutations import mutated
+    from tests.rpc.mutations import mutated
 
     rng = random.Random(f"{parser.name} {seed}")
     changes = (mutated, change_token, change_token, change_number)

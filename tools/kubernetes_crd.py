@@ -1,6 +1,6 @@
 """CustomResourceDefinition of TrainingJob: OpenAPI fields, CEL rules, status schema and printer columns.
 
-`deploy/base/trainingjobs.yaml` is rendered from it: pytest tests/launch/kubernetes --update-golden writes that file.
+`deploy/base/trainingjobs.yaml` is rendered from it: pytest tests/platforms/kubernetes --update-golden writes that file.
 
 Every key of the job file has its field; a test compares the two. Limits on lists keep the cost of the CEL rules below
 what an API server grants. The rules refuse invalid requests in the API server itself, before anything is stored.

@@ -99,6 +99,7 @@ REASON_STATES: Mapping[str, str] = {
     "NodeUnused": "Unused",
     "NodeSuspended": "Waiting",
     "NodeTerminating": "Waiting",
+    "NodeBackOff": "Waiting",
     "NodeNotCreated": "Waiting",
     "NodeUnschedulable": "Pending",
     "NodeInitializing": "Pending",

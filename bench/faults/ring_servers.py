@@ -27,8 +27,7 @@ import psutil
 import ring_runs
 from ring_runs import Done, Run, longest_s, usual_s
 
-from ringweave.param_server.leadership import LeadershipRecord
-from ringweave.param_server.leadership_log import FolderLeadershipLog
+from ringweave.param_server.leadership import FolderLeadershipLog, LeadershipRecord
 from ringweave_bench.chaos import chaos_session
 from ringweave_bench.chaos.member_impacts import quantile
 

@@ -23,8 +23,7 @@ from ring_runs import Run, longest_s, usual_s
 from ring_servers import Stall, wait_claim
 
 from ringweave import topology
-from ringweave.param_server.leadership import LeadershipRecord
-from ringweave.param_server.leadership_log import FolderLeadershipLog
+from ringweave.param_server.leadership import FolderLeadershipLog, LeadershipRecord
 from ringweave_bench.chaos import chaos_session
 from ringweave_bench.chaos.job_history import parse_member
 

@@ -31,7 +31,7 @@ from ringweave.pipeline import Pipeline, Settings, profiling
 from ringweave.pipeline.adapting import build_workload
 from ringweave.planning.partition.problem import PartitionMemory
 from ringweave.planning.stage_planner import DeviceConditions, StagePlan, plan_stages
-from ringweave.sim.stage_devices import StageDevices, one_device_each
+from ringweave.sim.pipeline_simulation import StageDevices, one_device_each
 from ringweave_bench.lab_workers import lab_of, run_workers
 from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
 

@@ -38,12 +38,12 @@ from ringweave.files import file_io
 from ringweave.jobs import admission, records, request
 from ringweave.lab import lab_state
 from ringweave.launcher import run_dir, scale_requests
-from ringweave.param_server import leadership_log, replication, snapshots  # noqa: F401 - messages of standbys
+from ringweave.param_server import leadership, replication, snapshots  # noqa: F401 - messages of standbys
 from ringweave.pipeline import checkpoints as pipeline_checkpoints
 from ringweave.pipeline import migration
-from ringweave.pipeline.runtime import boundary_formats
+from ringweave.pipeline.runtime import boundaries
 from ringweave.planning.autotune.tuning_messages import SurveyStream, TuningDecision
-from ringweave.planning.repartition.decisions import MeasurementWindow, RepartitionDecision
+from ringweave.planning.repartition.controller import MeasurementWindow, RepartitionDecision
 from ringweave.platforms import api
 from ringweave.platforms.agent import agent_channel, job_config
 from ringweave.platforms.hosts import host_list, join_protocol, relay, run_entry, script_files
@@ -55,7 +55,7 @@ from ringweave.rpc.server import uninitialized_buffers
 from ringweave.rpc.tls import Credentials, Identity
 from ringweave.schedules import wire_formats
 from ringweave.sim import pipeline_schedules, scenario
-from ringweave.sim.stage_devices import StageDevices
+from ringweave.sim.pipeline_simulation import StageDevices
 from ringweave.telemetry import events
 from ringweave.telemetry.kinds import EVENTS_FORMAT
 from ringweave.topology.discovery import safe_xml
@@ -322,7 +322,7 @@ def transport_parsers() -> list[UntrustedParser]:
             UntrustedParser(
                 name=f"message between stages in {wire}",
                 parse=functools.partial(_decode_boundary, wire),
-                seeds=(boundary_formats.encode(wire, torch.ones(24, 16)).numpy().tobytes(),),
+                seeds=(boundaries.encode(wire, torch.ones(24, 16)).numpy().tobytes(),),
             )
             for wire in ("bf16", "int8")
         ),
@@ -343,7 +343,7 @@ def _decode_values(each: wire_formats.WireFormat, data: bytes) -> object:
 
 def _decode_boundary(wire: str, data: bytes) -> object:
     values = torch.zeros(24, 16)
-    boundary_formats.decode(wire, torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8), values)
+    boundaries.decode(wire, torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8), values)
     return values
 
 
@@ -575,8 +575,8 @@ def platform_parsers() -> list[UntrustedParser]:
         ("job config", job_config.JOB_CONFIG_JSON.parse, job_config.JobConfig),
         ("run entry", run_entry.ENTRY_JSON.parse, run_entry.RunEntry),
         ("host config", run_entry.HOST_CONFIG_JSON.parse, run_entry.HostConfig),
-        ("leadership record", leadership_log.parse_record, leadership_log.LeadershipRecord),
-        ("leadership answer", leadership_log.parse_answer, leadership_log.LogAnswer),
+        ("leadership record", leadership.parse_record, leadership.LeadershipRecord),
+        ("leadership answer", leadership.parse_answer, leadership.LogAnswer),
     ]
     with_format = {"job record", "run entry", "job config"}
     files = json.dumps([["train.py", "0" * 64, 420], ["a/b", "1" * 64, 420]])

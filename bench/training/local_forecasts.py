@@ -4,6 +4,7 @@
 
 A case is a number of inner steps and a format of outer gradients. Its forecast is the one of `auto`: from inner and
 outer steps that the ranks run for some seconds before training. Then an epoch warms up, and the next one is measured.
+Each sample is a pause beside its computing, since the ranks share the processors of one machine.
 FILE gets a line of JSON for each case. Exit code 1 if fewer than nine of ten forecasts are within 5 %.
 """
 
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="sequences of a train step, over all ranks")
     parser.add_argument("--layers", type=int, default=1, help="blocks of the model")
     parser.add_argument("--width", type=int, default=128, help="width of the model")
+    parser.add_argument("--sample-ms", type=float, default=10.0, help="pause for each sample of a rank")
     parser.add_argument("--out", type=Path, default=Path("runs/local-forecasts.jsonl"), help="file for the cases")
     options = parser.parse_args()
     if "RANK" in os.environ:
@@ -67,8 +69,8 @@ def run_in_lab(options: argparse.Namespace) -> list[dict[str, Any]]:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.touch()
     if missing_cases(options):
-        names = ("batch", "layers", "width")
-        own = [f"--{name}={getattr(options, name)}" for name in names] + [f"--out={out}"]
+        names = ("batch", "layers", "width", "sample_ms")
+        own = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names] + [f"--out={out}"]
         own += ["--inner-steps", *map(str, options.inner_steps), "--formats", *options.formats]
         with lab_of(two_sites(2), "local-forecasts") as place:
             run_dir = out.with_suffix(".run")

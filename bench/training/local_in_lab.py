@@ -8,6 +8,8 @@ of DDP, then DDP with PowerSGD's hook until it has the last loss of `local`, or 
 that the thin links have sent, both ways, by the counters of the lab, meanwhile. DDP is too slow for as many samples as
 `local` trains on, so the loss at equal samples is that of one process on whole batches, whose steps DDP's equal; and
 DDP's time to a loss is the time of its measured steps, times the steps of that process. Evaluations are not timed.
+`--sample-ms` is a pause for each sample, in all of them alike, as on an accelerator that computes by itself: the ranks
+share the processors of one machine. The default model has 22 MB of parameters.
 Exit code 1 if a bar of the cluster is missed: two sites of four at 10 Mbit/s: 94 % of the time computing, a hundredth
 of DDP's bytes per sample, a loss within 1 %, DDP's time to the last loss of `local` ten times as long; one slow NIC:
 seven times DDP's samples per second, a loss within 1 %; both: PowerSGD's time to that loss 1.2 times as long.
@@ -18,6 +20,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,10 @@ MAX_BYTES = 4_000_000
 RUN_TIMEOUT_S = 1500
 SAMPLE_INTERVAL_S = 0.5
 EVALUATE_EVERY = 16
-SIZES = ("train_steps", "inner_steps", "fragments", "wire", "outer", "ddp_steps", "batch", "layers", "width", "rank")
+SIZES = (
+    *("train_steps", "inner_steps", "fragments", "wire", "outer", "ddp_steps"),
+    *("batch", "layers", "width", "rank", "sample_ms"),
+)
 FIRST_COMPRESSED = 10
 """Train step from which PowerSGD's hook compresses; torch's default of 1000 is beyond these trainings."""
 SLOW_NIC = """\
@@ -78,8 +84,9 @@ def main() -> None:
         "--skip-loss", action="store_true", help="leave out synchronous training, and the bars of losses"
     )
     parser.add_argument("--batch", type=int, default=32, help="sequences of a train step, over all ranks")
-    parser.add_argument("--layers", type=int, default=2, help="blocks of the model")
-    parser.add_argument("--width", type=int, default=128, help="width of the model")
+    parser.add_argument("--layers", type=int, default=1, help="blocks of the model")
+    parser.add_argument("--width", type=int, default=656, help="width of the model")
+    parser.add_argument("--sample-ms", type=float, default=100.0, help="pause for each sample of a rank")
     parser.add_argument("--out", type=Path, default=Path("runs/local-in-lab"), help="folder for the run")
     options = parser.parse_args()
     if "RANK" in os.environ:
@@ -104,7 +111,11 @@ def run_in_lab(options: argparse.Namespace) -> dict[str, Any]:
     measured = json.loads((out / "measured.json").read_text())
     for phase in measured["phases"].values():
         phase["uplink_bytes"] = uplinks.sent_between(phase["began"], phase["ended"])
-    steps = [event for event in read_events(out / "run" / "events.jsonl") if event["kind"] == "outer_step"]
+    events, began = (
+        read_events(out / "run" / "events.jsonl"),
+        measured["phases"]["local"]["began"],
+    )  # of earlier runs too
+    steps = [each for each in events if each["kind"] == "outer_step" and each["time"] > began]
     return measured | {"outer_steps": steps}
 
 
@@ -152,7 +163,7 @@ def train_peer(name: str, options: argparse.Namespace, group: Any, target: float
         `phase`, `step_s` of each step, and `losses`: (train step, held-out loss) of PowerSGD.
     """
     model, optimizer = make(options)
-    parallel = DistributedDataParallel(model, process_group=group)
+    parallel = DistributedDataParallel(model, process_group=group, init_sync=False)  # the same first weights
     num_steps, losses, step_s = options.ddp_steps, list[tuple[int, float]](), list[float]()
     if name == "powersgd":
         num_steps = options.train_steps
@@ -192,7 +203,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, tar
 def train_alone(options: argparse.Namespace) -> list[float]:
     """Return held-out losses of one process on the same batches in whole, every so many train steps and at the end."""
     train, held_out = corpus()
-    model, optimizer = make(options)
+    model, optimizer = make(argparse.Namespace(**{**vars(options), "sample_ms": 0.0}))
     losses = []
     for number in range(options.train_steps):
         begin = number * options.batch
@@ -217,7 +228,7 @@ def report(measured: dict[str, Any], options: argparse.Namespace) -> int:
     derived = [each["next_inner_steps"] for each in measured["outer_steps"]]
     print(f"measured, {measured['model_bytes'] / 1e6:.2f} MB of parameters, load {measured['load']}:")
     print(f"  {len(derived)} outer steps, inner steps {derived[0]} to {derived[-1]}, {settings_of(options)}")
-    print(f"  local: {found['computing']:.1%} of the time computing")
+    print(f"  local: {found['computing']:.1%} of the time computing; {shown_rest(measured['outer_steps'])}")
     print(f"  bytes over thin links per sample: {', '.join(f'{name} {each:.0f}' for name, each in per_sample.items())}")
     print(f"  ratio of bytes: {found['bytes_ratio']:.1f}")
     steps_s = {name: each["step_s"] for name, each in measured["peers"].items()}
@@ -235,6 +246,16 @@ def report(measured: dict[str, Any], options: argparse.Namespace) -> int:
     missed = [name for name, each in found.items() if name in bars and (each > bars[name]) == (name == "loss")]
     print(f"  missed: {', '.join(missed) or 'nothing'}")
     return int(bool(missed))
+
+
+def shown_rest(outer_steps: Sequence[Mapping[str, Any]]) -> str:
+    """Return the seconds of rank 0 that were no computing, by what it did: measured."""
+    *of_one, last = outer_steps
+    waits_s, blocked_s = [each["wait_s"] for each in of_one], sum(each["blocked_s"] for each in outer_steps)
+    return (
+        f"waits for fragments {sum(waits_s):.2f} s (the longest {max(waits_s, default=0.0):.2f} s), for all fragments "
+        f"at the end {last['wait_s']:.2f} s, outer steps {blocked_s:.2f} s"
+    )
 
 
 def compare_powersgd(measured: dict[str, Any], local_s: float) -> float:
@@ -281,11 +302,24 @@ def sequences(content: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows[:, :-1], rows[:, 1:]
 
 
+class PausedGPT(GPT):
+    """GPT whose samples take their time where gradients are wanted."""
+
+    sample_s = 0.0
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss, (), after the pause."""
+        if torch.is_grad_enabled():
+            time.sleep(len(inputs) * self.sample_s)
+        return super().forward(inputs, targets)
+
+
 def make(options: argparse.Namespace, seed: int = 0) -> tuple[GPT, torch.optim.AdamW]:
     """Return a model with the same first weights everywhere, and its optimizer."""
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(layers=options.layers, width=options.width, context=CONTEXT))
-    return model, torch.optim.AdamW(model.parameters(), lr=2e-3)
+    model = PausedGPT(GPTConfig(layers=options.layers, width=options.width, context=CONTEXT))
+    model.sample_s = options.sample_ms / 1e3
+    return model, torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ class SitesInOneProcess:
         fragments = min(settings.fragments, settings.inner_steps or 1)
         equal = RoundSplit(batch_samples=task.batch, inner_steps=1, speeds=(1.0,) * method.num_sites)
         for each in self._optimizers:
-            derived = equal.inner_lr_factor(is_scale_invariant=outer_optimizer.is_scale_invariant(each))
+            derived = equal.inner_lr_factor(0, is_scale_invariant=outer_optimizer.is_scale_invariant(each))
             outer_optimizer.scale_learning_rates(each, functools.partial(float, settings.inner_lr_factor or derived))
         self._outer = [OuterOptimizer(model, settings, fragments) for model in self.models]
         for each in self._outer:
@@ -273,6 +273,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--train-steps", type=int, default=512, help="train steps")
     parser.add_argument("--layers", type=int, default=1, help="blocks of the GPT")
     parser.add_argument("--width", type=int, default=32, help="width of the GPT")
+    parser.set_defaults(sample_ms=0.0)
     parser.add_argument("--jobs", type=int, default=1, help="processes that train at a time")
     parser.add_argument("--out", type=Path, help="file for the losses, as JSON")
     return parser.parse_args()

@@ -47,7 +47,7 @@ AUTO_WIRE = "auto"
 WIRES = (EXACT, "bf16", "int8", "int4", AUTO_WIRE)
 """Formats in which gradients may be asked to pass slow links; `auto` takes one that the forecast finds worth it."""
 
-_NEVER = "never"
+_NEVER, _ALWAYS = "never", "always"
 _FORK, _SPAWN = "fork", "spawn"
 
 DEVICE_PATHS = (AUTO, BRIDGE, NATIVE) = ("auto", "bridge", "native")
@@ -79,6 +79,8 @@ class WorkerEnvironment:
     probes: bool = True
     """Measure the network when a group of several nodes is formed, if it is not described and there are no results of
     the last day; RINGWEAVE_PROBE=never turns it off."""
+    probes_described: bool = False
+    """Measure it also if a cluster file describes it, whose rates are assumed: RINGWEAVE_PROBE=always."""
     tuning: bool | None = None
     """Autotuning: plans follow measured trials. None: only among several nodes, where the results of earlier trials are
     kept. A forced schedule overrides it."""
@@ -123,6 +125,7 @@ class WorkerEnvironment:
             max_loss_increase=check_max_loss_increase(environ.get(MAX_LOSS_INCREASE) or None, where=MAX_LOSS_INCREASE),
             mode=environ.get(MODE) or None,
             probes=environ.get(PROBE) != _NEVER,
+            probes_described=environ.get(PROBE) == _ALWAYS,
             tuning={"0": False, "1": True}.get(environ.get(TUNING, "")),
             leader_per_nic=environ.get(LEADER_PER_NIC) == "1",
             device_path=_check_device_path(environ.get(DEVICE_PATH) or AUTO),
@@ -147,7 +150,7 @@ class WorkerEnvironment:
             WIRE: self.wire if self.wire != EXACT else "",
             MAX_LOSS_INCREASE: self.max_loss_increase or "",
             MODE: self.mode or "",
-            PROBE: "" if self.probes else _NEVER,
+            PROBE: _NEVER if not self.probes else _ALWAYS if self.probes_described else "",
             TUNING: {False: "0", True: "1", None: ""}[self.tuning],
             LEADER_PER_NIC: "1" if self.leader_per_nic else "",
             DEVICE_PATH: self.device_path if self.device_path != AUTO else "",

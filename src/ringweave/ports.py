@@ -115,6 +115,17 @@ def create_server(address: str, ports: PortRange | None, *, backlog: int) -> soc
     raise all_taken_error(ports, address)
 
 
+def listen_on_all(port: int, *, backlog: int) -> socket.socket:
+    """Listen on a port at all addresses of this machine, IPv4 and IPv6; at those of IPv4 where the kernel has no other.
+
+    Raises:
+        OSError: The port is taken.
+    """
+    if not socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), backlog=backlog)
+    return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+
+
 def defer_accept(listener: socket.socket) -> socket.socket:
     """Let the kernel hand over connections only once their other end has said something; return the listener.
 

@@ -20,6 +20,8 @@ from ringweave.errors import LaunchError, shorten
 
 NETWORK = ipaddress.IPv4Network("127.64.0.0/10")
 """Part of the loopback network from which these addresses are drawn; every user may listen there."""
+RELAY_NIC = "relay"
+"""Name of the link of a host that others cannot call: it opens all connections, and relays lead others to it."""
 ANNOUNCE_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 10.0
 """Time that a relay may take to start."""

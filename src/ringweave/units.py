@@ -155,3 +155,8 @@ def _largest_unit(value: float, units: dict[str, Decimal], is_exact: Callable[[D
         if (scaled >= 1 or (value == 0 and factor == 1)) and is_exact(Decimal(number) * factor):
             return f"{number}{unit}"
     return f"{value!r}{next(unit for unit, factor in units.items() if factor == 1)}"
+
+
+def count_noun(count: int, noun: str) -> str:
+    """Return the number with its noun, in the plural unless it is one."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,18 @@ def test_help(verb: str, check_golden, capsys: pytest.CaptureFixture[str], monke
     check_golden(Path(__file__).parent / "golden" / f"help-lab-{verb}.txt", capsys.readouterr().out)
 
 
-def test_from_up_to_down(cli, lab_name: str, tmp_path: Path) -> None:
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`call("lab", "status")`: the same command line in this process, where all that it imports is there already."""
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        code = main.run_command_line(list(map(str, arguments)))
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+
+    return run
+
+
+def test_from_up_to_down(cli, call, lab_name: str, tmp_path: Path) -> None:
     (tmp_path / "pair.yaml").write_text(CLUSTER)
     up = cli("lab", "up", tmp_path / "pair.yaml", "--name", lab_name, "--quotas", "never", "--json")
     assert up.returncode == 0, up.stderr
@@ -52,13 +64,13 @@ def test_from_up_to_down(cli, lab_name: str, tmp_path: Path) -> None:
     assert up.stderr.splitlines() == ["ringweave: namespaces ...", "ringweave: links ..."]
     assert lab.find(lab_name).quotas is None
 
-    again = cli("lab", "up", tmp_path / "pair.yaml", "--name", lab_name, "--json")
+    again = call("lab", "up", tmp_path / "pair.yaml", "--name", lab_name, "--json")
     assert again.returncode == 1
     assert json.loads(again.stdout)["error"].startswith(f"name of the lab: '{lab_name}', expected one that no lab has.")
 
-    down = cli("lab", "down", "--lab", lab_name)
+    down = call("lab", "down", "--lab", lab_name)
     assert (down.returncode, down.stdout) == (0, f"down: {lab_name}\n")
-    down = cli("lab", "down", "--lab", lab_name, "--json")
+    down = call("lab", "down", "--lab", lab_name, "--json")
     assert (down.returncode, json.loads(down.stdout)) == (0, {"down": []})
 
 
@@ -74,33 +86,27 @@ def test_exec_becomes_the_command(cli, pair, tmp_path: Path) -> None:
     assert f"/rw-{pair.name}/rw-a:1\n" in group.stdout
 
 
-@pytest.mark.parametrize(
-    ("command", "exit_code", "text"),
-    [
-        ("nosuch", 127, "command: 'nosuch', expected a program on the PATH, or the path of one. Check the name;"),
-        ("./nosuch", 127, "command: './nosuch', expected a program on the PATH, or the path of one. Check the name;"),
-        (
-            "./plain",
-            126,
-            "command: './plain', expected a program that can be run. Make it executable: chmod +x.",
-        ),
-    ],
-)
-def test_a_command_that_is_not_there(cli, pair, tmp_path: Path, command: str, exit_code: int, text: str) -> None:
+def test_a_command_that_is_not_there(cli, pair, tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
-    done = cli("lab", "exec", "--lab", pair.name, "a", "--", command, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (exit_code, "")
-    assert done.stderr.startswith(f"ringweave: error: {text}")
+    absent = "expected a program on the PATH, or the path of one. Check the name;"
+    for command, exit_code, text in [
+        ("nosuch", 127, absent),
+        ("./nosuch", 127, absent),
+        ("./plain", 126, "expected a program that can be run. Make it executable: chmod +x."),
+    ]:
+        done = cli("lab", "exec", "--lab", pair.name, "a", "--", command, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (exit_code, "")
+        assert done.stderr.startswith(f"ringweave: error: command: '{command}', {text}")
 
 
-def test_set_changes_one_direction_or_both(cli, pair) -> None:
+def test_set_changes_one_direction_or_both(call, pair) -> None:
     pair.probe_results_folder.mkdir(parents=True)
     (pair.probe_results_folder / "found.json").write_text("{}")
-    done = cli("lab", "set", "--lab", pair.name, "a->core", "10Mbit/s")
+    done = call("lab", "set", "--lab", pair.name, "a->core", "10Mbit/s")
     assert not pair.probe_results_folder.exists(), "what jobs found out about its network is not true any more"
     assert (done.returncode, done.stdout) == (0, "a->core: 10Mbit/s\n"), done.stderr
     assert (pair.rate("a->core"), pair.rate("core->a")) == (1.25e6, 12.5e6)
-    done = cli("lab", "set", "--lab", pair.name, "r<->core", "20Mbit/s", "--json")
+    done = call("lab", "set", "--lab", pair.name, "r<->core", "20Mbit/s", "--json")
     assert json.loads(done.stdout) == {"lab": pair.name, "rate_bytes_per_s": {"r->core": 2.5e6, "core->r": 2.5e6}}
 
 
@@ -123,12 +129,12 @@ def test_what_cannot_be_set_changes_nothing(pair, capsys, link: str, rate: str, 
     assert pair.rates() == before
 
 
-def test_status_says_what_there_is(cli, pair) -> None:
+def test_status_says_what_there_is(call, pair) -> None:
     pair.set_rate("a->core", 1e6)
     with subprocess.Popen(pair.command("b", ["sleep", "60"])) as process:
         wait_inside(pair, process.pid)
-        (document,) = json.loads(cli("lab", "status", "--lab", pair.name, "--json").stdout)["labs"]
-        text = cli("lab", "status", "--lab", pair.name).stdout
+        (document,) = json.loads(call("lab", "status", "--lab", pair.name, "--json").stdout)["labs"]
+        text = call("lab", "status", "--lab", pair.name).stdout
         process.kill()
     assert (document["name"], document["state"]) == (pair.name, "up")
     assert document["nodes"][1] == {

@@ -23,7 +23,7 @@ from ringweave.comm.tuning import control_tree
 from ringweave.errors import DisagreementError, PeerError, ScheduleError
 from ringweave.planning import Plan
 from ringweave.planning.autotune.tuning_messages import TuningDecision
-from tests.wire.mutations import mutated
+from tests.rpc.mutations import mutated
 
 RUBBISH = [b"", b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b'{"a": NaN}', b'{"doing": 1}', b'"x"']
 PLACE = ["n0", "127.0.0.1", [], [1.0], ["eth0"], [], "host", 0.25, ["0"]]

@@ -82,7 +82,7 @@ LARGE = SCRIPT.replace("Linear(4, 2)", "Sequential(torch.nn.Linear(4, 40_000), t
             ("--mode", "balanced", "--wire", "auto", "--max-loss-increase", "1%"),
             "balanced",
             "; chosen: balanced in int8",
-            marks=pytest.mark.thorough,  # daily in a lab: launch/test_lab_runs.py
+            marks=pytest.mark.thorough,  # daily in a lab: launcher/test_lab_runs.py
         ),
     ],
 )

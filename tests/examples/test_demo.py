@@ -15,7 +15,7 @@ from ringweave import lab
 from support import demo_data, demo_page
 from support.demo_data import Kill, Run, Setting
 from tests.ending import ended
-from tests.pictures.overlapping import overlaps
+from tests.plots.overlapping import overlaps
 from tests.polling import wait_until
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"

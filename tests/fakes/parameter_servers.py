@@ -15,8 +15,7 @@ from ringweave import rpc, telemetry
 from ringweave.errors import RpcError
 from ringweave.launcher.node_context import free_port
 from ringweave.param_server.client import RingClient
-from ringweave.param_server.leadership import LeadershipRecord
-from ringweave.param_server.leadership_log import FolderLeadershipLog
+from ringweave.param_server.leadership import FolderLeadershipLog, LeadershipRecord
 from ringweave.param_server.messages import LeaderStatus, LeaderStatusRequest
 from ringweave.testing import ranks
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ringweave.files import file_io
-from tests.wire.mutations import mutated
+from tests.rpc.mutations import mutated
 
 DEEP = 100_000
 GOOD = json.dumps({"kind": "run_started", "of": [1, -2.5e3, None, True], "name": 'é\u2028"\\'}).encode()

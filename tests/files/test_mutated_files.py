@@ -8,7 +8,7 @@ import pytest
 from ringweave import topology
 from ringweave.errors import UsageError
 from ringweave.jobs import request
-from tests.wire.mutations import mutated
+from tests.rpc.mutations import mutated
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
 JOB = """

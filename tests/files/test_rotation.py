@@ -157,6 +157,21 @@ def test_an_unfinished_line_comes_at_the_end_or_with_its_file(tmp_path: Path) ->
     assert read(path) == [b"one\n", b"tw", b"three\n"]
 
 
+def test_a_line_that_is_being_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a line before the number of lines that are gone would hide that number from those who read lines."""
+    path = tmp_path / "log"
+
+    def finish(_: float) -> None:
+        os.write(writer.fileno(), b"o\nthree\n")
+        fcntl.flock(writer, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(rotation.time, "sleep", finish)
+    with path.open("ab", buffering=0) as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        writer.write(b"one\ntw")
+        assert list(LineReader(path).read_new(at_end=True)) == [b"one\n", b"two\n", b"three\n"]
+
+
 WRITE = """
 import os, sys
 from pathlib import Path

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from ringweave.errors import LabError, UsageError
+from ringweave.files import file_io
 from ringweave.lab import lab, lab_state
 from ringweave.lab.lab_state import LabRecord
 
@@ -67,8 +68,8 @@ def test_a_lock_that_was_forgotten_is_not_taken_for_the_new_one() -> None:
         with lab_state.hold_lock("one", wait_s=0):
             pass
     with old:
-        assert not lab_state._is_same_file(lab_state.LAB_HOME / "locks" / "one.gone", old.fileno())
-        assert not lab_state._is_same_file(lab_state.LAB_HOME / "locks" / "one", old.fileno())
+        assert not file_io.is_same_file(lab_state.LAB_HOME / "locks" / "one.gone", old.fileno())
+        assert not file_io.is_same_file(lab_state.LAB_HOME / "locks" / "one", old.fileno())
 
 
 def test_whoever_inherits_a_lock_holds_it_too() -> None:

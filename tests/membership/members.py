@@ -4,8 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from ringweave.membership.election import Rejoin
 from ringweave.membership.failure_detector import CoordinatorMonitor, Heartbeat
-from ringweave.membership.member_rules import MemberRules
-from ringweave.membership.membership_records import NO_GENERATION, GenerationId, Membership, MemberStatus
+from ringweave.membership.membership_records import NO_GENERATION, GenerationId, MemberRules, Membership, MemberStatus
 
 NUM_FIRST = 4
 """Reductions with which a member starts."""

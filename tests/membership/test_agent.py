@@ -8,8 +8,7 @@ from ringweave import rpc
 from ringweave.membership import client
 from ringweave.membership.client import MembershipClient
 from ringweave.membership.failure_detector import Heartbeat
-from ringweave.membership.member_rules import StopTraining
-from ringweave.membership.membership_records import Membership, MemberStatus
+from ringweave.membership.membership_records import Membership, MemberStatus, StopTraining
 from ringweave.membership.messages import CoordinatorStatus
 from ringweave.membership.settings import MemberBounds, MembershipSettings
 from ringweave.rpc.tls import utc_now

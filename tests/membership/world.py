@@ -6,14 +6,17 @@ from dataclasses import replace
 
 from ringweave.membership.coordinator import Coordinator
 from ringweave.membership.election import Rejoin
-from ringweave.membership.member_rules import BeginGeneration, PauseTraining, StopTraining, resolve_reduction
 from ringweave.membership.membership_records import (
     NO_GENERATION,
+    BeginGeneration,
     GenerationId,
     MemberDirective,
     Membership,
     MemberStatus,
+    PauseTraining,
+    StopTraining,
     parse_member_name,
+    resolve_reduction,
 )
 from ringweave.membership.settings import MemberBounds, MembershipSettings
 from tests.membership.members import MOST_KEPT, Member

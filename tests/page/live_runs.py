@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.ending import ended
-from tests.launch.small_training import epoch, prepared
+from tests.launcher.small_training import epoch, prepared
 
 _ROWS = "run['ranks']['rows']"
 _MEASURES = f"len({_ROWS}) == run['head']['workers'] and all((row['step'] or {{}}).get('wall_s') for row in {_ROWS})"

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ringweave.errors import RingweaveError
 from ringweave.pipeline import Pipeline, Settings, checkpoints, profiling
-from ringweave.pipeline.runtime import boundary_formats
+from ringweave.pipeline.runtime import boundaries
 
 FEATURES, CLASSES, BATCH = 6, 3, 24
 
@@ -143,14 +143,14 @@ def train_counting_bytes(case: Case, partitions: list[tuple[int, ...]]) -> tuple
     """`change_partition`: loss of each step, and (bytes sent, bytes by the profile at the stage's cuts) of each."""
     pipeline, losses, counted = make_pipeline(case), [], []
     profile = profiling.profile(pipeline, make_optimizer, rounds=1)
-    sent, encode = [0], boundary_formats.encode
+    sent, encode = [0], boundaries.encode
 
     def counting(wire: str, values: Tensor) -> Tensor:
         message = encode(wire, values)
         sent[0] += message.nbytes
         return message
 
-    boundary_formats.encode = counting
+    boundaries.encode = counting
     for step in range(case.num_steps):
         sent[0] = 0
         x, y = batch_of(step)
@@ -161,7 +161,7 @@ def train_counting_bytes(case: Case, partitions: list[tuple[int, ...]]) -> tuple
         counted.append((sent[0], case.num_microbatches * planned))
         if partitions:
             move(pipeline, partitions[step % len(partitions)])
-    boundary_formats.encode = encode
+    boundaries.encode = encode
     return losses, counted
 
 

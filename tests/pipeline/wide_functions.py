@@ -11,7 +11,7 @@ from ringweave.pipeline import Pipeline, Settings
 from ringweave.pipeline.adapting import adapt
 from ringweave.pipeline.migration import BlockMigrator, MigrationOutcome
 from ringweave.planning.repartition import RepartitionPolicy
-from ringweave.sim.stage_devices import StageDevices
+from ringweave.sim.pipeline_simulation import StageDevices
 from ringweave_bench.virtual_device import TimedBlock, VirtualDevice
 from tests.clock import Clock
 from tests.pipeline.pipeline_functions import BATCH, CLASSES, FEATURES, batch_of, gradients_of, make_optimizer

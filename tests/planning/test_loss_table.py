@@ -23,8 +23,8 @@ def test_the_packages_table_has_what_auto_may_take() -> None:
     found = load_loss_table()
     assert set(found.wires) == {"bf16", "int8", "int4"}
     steps_by_wire = {wire: {steps for _, name, steps in found.local if name == wire} for _, wire, _ in found.local}
-    assert Local().wire in steps_by_wire
-    assert all(steps == {1, 4, 16, 64, 256} for steps in steps_by_wire.values())
+    assert steps_by_wire[Local().wire] == {1, 4, 16, 64, 256}
+    assert all({16, 64} <= steps for steps in steps_by_wire.values())
     assert found.local_settings == {name: getattr(Local(), name) for name in loss_table.LOCAL_SETTINGS}
     for each in [*found.wires.values(), *found.local.values()]:
         assert -0.5 < each.lowest <= each.mean <= each.highest < 3

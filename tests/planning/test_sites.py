@@ -99,11 +99,11 @@ def test_the_reason_names_sites_and_rates() -> None:
     )
 
 
-def test_measured_sites_count_without_a_cluster_file() -> None:
+def test_measured_sites_count_whatever_rates_are_assumed() -> None:
     measured = {"measured_sites": [["a", "c"], ["b"]]}
     assert sites.find_sites([rank("a") | measured, rank("b"), rank("c"), rank("b")]) == ((0, 2), (1, 3))
-    with_file = [rank("a", 100.0) | measured, rank("b", 100.0), rank("c", 100.0)]
-    assert sites.find_sites(with_file) == ((0,), (1,), (2,))
+    assumed = [rank("a", 100.0) | measured, rank("b", 100.0), rank("c", 100.0)]
+    assert sites.find_sites(assumed) == ((0, 2), (1,)), "agents of a job without a cluster file write one"
 
 
 def test_named_sites_have_each_rank_once() -> None:
@@ -117,6 +117,18 @@ def test_named_sites_have_each_rank_once() -> None:
         )
 
 
+def test_sites_that_nothing_tells_apart_are_explained() -> None:
+    ranks = [{"node": f"n{index // 2}", "rate": 1e8, "uplinks": {}} for index in range(4)]
+    assert sites.find_sites(ranks) == ((0, 1), (2, 3))
+    assert sites.explain_sites(None, ranks) == f"; {sites.UNKNOWN_SITES}"
+    assert sites.explain_sites([[0, 1], [2, 3]], ranks) == "", "the script names them"
+    assert sites.explain_sites(None, ranks[:2]) == "", "one node"
+    thin = [*ranks[:2], *({**each, "rate": 1e7} for each in ranks[2:])]
+    assert sites.explain_sites(None, thin) == "", "the cluster file tells them apart"
+    measured = [{**ranks[0], "measured_sites": (("n0",), ("n1",)), "measured_sites_text": "sites by links"}, *ranks[1:]]
+    assert sites.explain_sites(None, measured) == "; sites by links"
+
+
 def orders(split: RoundSplit, num_samples: int) -> list[SiteOrder]:
     indices = np.random.default_rng(0).permutation(num_samples)
     return [SiteOrder(indices=indices, split=split, site=site) for site in range(len(split.speeds))]
@@ -128,11 +140,13 @@ def orders(split: RoundSplit, num_samples: int) -> list[SiteOrder]:
 def test_each_sample_is_in_one_inner_step_of_one_site(
     speeds: tuple[float, ...], batch: int, steps: int, num_samples: int
 ) -> None:
-    split = RoundSplit(batch_samples=batch, inner_steps=steps, speeds=speeds)
+    ranks = tuple(range(1, len(speeds) + 1))
+    split = RoundSplit(batch_samples=batch, inner_steps=steps, speeds=speeds, num_ranks=ranks)
     found = orders(split, num_samples)
     steps_of_all = [piece for order in found for piece in order.batches]
     assert sorted(np.concatenate(steps_of_all)) == list(range(num_samples))
-    assert all(0 < len(piece) <= split.site_batch_samples for piece in steps_of_all)
+    for order, largest in zip(found, split.site_batches, strict=True):
+        assert all(0 < len(piece) <= largest for piece in order.batches)
     assert len({tuple(samples for samples, _ in order.rounds) for order in found}) == 1, (
         "all sites have the same rounds"
     )
@@ -148,6 +162,19 @@ def test_equal_sites_do_the_inner_steps_that_were_asked_for() -> None:
 def test_a_site_that_is_three_times_as_fast_does_three_times_as_many_inner_steps() -> None:
     split = RoundSplit(batch_samples=8, inner_steps=8, speeds=(3.0, 1.0))
     assert [order.rounds for order in orders(split, 64)] == [[(64, 12)], [(64, 4)]]
+
+
+def test_sites_of_nearly_equal_speed_do_as_many_whole_inner_steps() -> None:
+    def parts(*speeds: float) -> list[tuple[int, int]]:
+        split = RoundSplit(batch_samples=16 * len(speeds), inner_steps=4, speeds=speeds)
+        return [(len(order.indices), *order.rounds[0]) for order in orders(split, 64 * len(speeds))]
+
+    assert parts(65.0, 63.0) == [(128, 128, 4)] * 2
+    assert parts(1.06, 1.0) == [(128, 128, 4)] * 2, "4.12 steps"
+    assert [steps for *_, steps in parts(1.2, 1.0)] == [5, 4], "4.36 steps: 64 samples are too many for the slow site"
+    assert [steps for *_, steps in parts(*[1.1] * 5, 1.0, 0.1)] == [5, 5, 5, 5, 5, 4, 1], "0.4 steps stay small"
+    split = RoundSplit(batch_samples=112, inner_steps=1, speeds=(*[1.2] * 5, 1.0, 0.1))
+    assert split.samples_of_sites(112)[-1] == 1, "what five fast sites leave is too much for the slowest one"
 
 
 def test_one_site_has_the_batches_of_the_epoch() -> None:
@@ -182,14 +209,24 @@ def test_rounds_are_as_long_as_the_exchange_of_a_fragment_needs() -> None:
 
 
 def test_learning_rates_make_up_for_smaller_batches_and_for_more_steps_of_fast_sites() -> None:
-    def factors(*speeds: float) -> tuple[float, float]:
-        split = RoundSplit(batch_samples=64, inner_steps=4, speeds=speeds)
-        return split.inner_lr_factor(is_scale_invariant=True), split.inner_lr_factor(is_scale_invariant=False)
+    def factors(*speeds: float, ranks: tuple[int, ...] = (), site: int = 0) -> tuple[float, float]:
+        split = RoundSplit(batch_samples=64, inner_steps=4, speeds=speeds, num_ranks=ranks)
+        return split.inner_lr_factor(site, is_scale_invariant=True), split.inner_lr_factor(
+            site, is_scale_invariant=False
+        )
 
     assert factors(3.0, 3.0) == pytest.approx((2**0.5, 1.0))
     assert factors(*[1.0] * 8) == pytest.approx((8**0.5, 1.0))
     assert factors(7.0, 1.0) == pytest.approx((2**0.5 / 1.5625, 1 / 1.5625)), "7/8 of 14 steps, and 1/8 of 2: 12.5"
+    assert factors(7.0, 1.0, ranks=(7, 1)) == pytest.approx(((7 / 8) ** 0.5 / 0.78125, 7 / 8 / 0.78125))
+    assert factors(7.0, 1.0, ranks=(7, 1), site=1) == pytest.approx(((1 / 8) ** 0.5 / 0.78125, 1 / 8 / 0.78125))
     assert factors(2.0) == (1.0, 1.0)
+
+
+def test_ranks_have_batches_of_one_size_in_sites_of_unequal_size() -> None:
+    split = RoundSplit(batch_samples=32, inner_steps=4, speeds=(7.0, 1.0), num_ranks=(7, 1))
+    assert split.site_batches == (28, 4)
+    assert [order.rounds for order in orders(split, 128)] == [[(128, 4)]] * 2
 
 
 def test_fragments_are_neighbours_of_about_equal_size() -> None:

@@ -11,7 +11,7 @@ from ringweave.planning.partition.problem import PartitionMemory
 from ringweave.planning.repartition.pipeline_workload import PipelineWorkload
 from ringweave.planning.stage_planner import DeviceConditions, all_groups, plan_stages
 from ringweave.sim import pipeline_schedules
-from ringweave.sim.stage_devices import DeviceShare, StageDevices
+from ringweave.sim.pipeline_simulation import DeviceShare, StageDevices
 
 NUM_CLUSTERS, OF_BRUTE_FORCE = 200, 1.05
 

@@ -16,7 +16,7 @@ from ringweave.errors import JobError
 from ringweave.jobs.records import EndCause
 from ringweave.lab import lab_processes
 from ringweave.platforms.api import LogQuery
-from tests.launch import until_back
+from tests.launcher import until_back
 from tests.polling import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from ringweave.lab import lab_processes
-from ringweave.param_server.leadership_log import FolderLeadershipLog
-from tests.launch.small_training import PREPARED, SUM, epoch, prepared
+from ringweave.param_server.leadership import FolderLeadershipLog
+from tests.launcher.small_training import PREPARED, SUM, epoch, prepared
 from tests.polling import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(1200)]

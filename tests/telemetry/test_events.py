@@ -24,7 +24,7 @@ from ringweave.telemetry import (
     read_events,
     read_last_attempt,
 )
-from tests.wire.mutations import mutated
+from tests.rpc.mutations import mutated
 
 
 def exited(rank: int) -> dict[str, object]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
-from ringweave.training import SharedLoader
+from ringweave.training import SharedLoader, sharded_model
 from ringweave.training.checkpoints import store
 from tests.training import training_functions
 from tests.training.training_functions import Case, make, train
@@ -192,3 +192,49 @@ def load_elsewhere(case: Case, folder: str) -> str:
     except ringweave.errors.TrainingError as error:
         return str(error)
     raise AssertionError("it was loaded")
+
+
+class ReadingHook:
+    """Hook of a parameter that reads its gradient as soon as it is accumulated."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.seen: list[Tensor] = []
+        parameter.register_post_accumulate_grad_hook(self)
+
+    def __call__(self, parameter: Tensor) -> None:
+        self.seen.append(parameter.grad.to_local().clone())
+
+
+def overlapped_beside_waited(accumulate: int, has_hook: bool) -> tuple[bool, int, int]:
+    """(gradients and weights are the same bits with and without, groups that may overlap, allreduces that did)."""
+    pairs, hooks = [], []
+    for is_overlapped in (False, True):
+        torch.manual_seed(0)
+        model = shard(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 4)), (2, 2))
+        num_groups = sharded_model.overlap_all_reduces(model) if is_overlapped else 0
+        replicas = next(sharded_model._param_groups(model)).mesh_info.replicate_process_group
+        assert dist.get_process_group_ranks(replicas) == [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
+        assert dist.get_backend(replicas) == "ringweave"
+        hooks += [ReadingHook(next(model[2].parameters()))] if has_hook else []
+        pairs.append((model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    queued, own = [], sharded_model.OverlappedAllReduces.allreduce
+
+    def counted(group: sharded_model.OverlappedAllReduces, tensors: list[Tensor], opts: Any) -> Any:
+        work = own(group, tensors, opts)
+        queued.extend([work] if work is None else [])
+        return work
+
+    sharded_model.OverlappedAllReduces.allreduce = counted
+    generator, is_same = torch.Generator().manual_seed(dist.get_rank()), True
+    for _ in range(3):
+        batches = [torch.randn(4, 8, generator=generator) for _ in range(accumulate)]
+        for model, optimizer in pairs:
+            optimizer.zero_grad()
+            for batch in batches:
+                model(batch).square().mean().backward()
+        states = [[t.to_local() for p in model.parameters() for t in (p, p.grad)] for model, _ in pairs]
+        is_same &= all(map(torch.equal, *states)) and all(t.abs().sum() > 0 for t in states[0][1::2])
+        for _, optimizer in pairs:
+            optimizer.step()
+    is_same &= not hooks or all(map(torch.equal, hooks[0].seen, hooks[1].seen))
+    return is_same, num_groups, len(queued)

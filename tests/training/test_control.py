@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ringweave.errors import DisagreementError
 from ringweave.training.collectives import ControlGroup
-from tests.wire.mutations import mutated
+from tests.rpc.mutations import mutated
 
 
 class Told(ControlGroup):

@@ -55,6 +55,21 @@ def test_replicas_and_buffers_get_the_values_of_the_lower_rank() -> None:
     assert all(buffer == [0.0] * 8 for _, buffer in found)
 
 
+@pytest.mark.parametrize(
+    ("accumulate", "has_hook", "num_overlapped"),
+    [
+        pytest.param(1, False, 9, id="each of three groups in three steps"),
+        pytest.param(2, False, 9, id="none that is added to gradients at once"),
+        pytest.param(1, True, 6, id="none whose gradient a hook reads"),
+    ],
+)
+def test_allreduces_among_replicas_overlap_with_the_backward_pass(
+    accumulate: int, has_hook: bool, num_overlapped: int
+) -> None:
+    found = run_ranks(sharded_functions.overlapped_beside_waited, 4, accumulate, has_hook)
+    assert found == [(True, 3, num_overlapped)] * 4
+
+
 EXPECTED = {
     "early optimizer": "parameters of the optimizer: '2 of 2 that the model does not have', expected the sharded "
     "model's. Make the optimizer after fully_shard",

@@ -13,7 +13,7 @@ from ringweave.testing.ranks import Ranks
 from ringweave.training import speed_test
 from ringweave.training.speed_test import SpeedTestParticipant
 from tests.clock import Clock
-from tests.params.ring.test_rings import TIMEOUT_S, serving
+from tests.param_server.ring.test_rings import TIMEOUT_S, serving
 from tests.training import speed_test_functions
 
 

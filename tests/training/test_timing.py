@@ -50,11 +50,21 @@ def test_waits_for_others_are_left_out(clock: Clock, timer: StepTimer) -> None:
     assert times(timer) == []
 
 
-@pytest.mark.parametrize(("waited_s", "outside"), [(30.0, 0.5), (0.0, 0.0)])
-def test_who_is_throttled_is_slow_at_communicating_too(clock: Clock, waited_s: float, outside: float) -> None:
+@pytest.mark.parametrize(
+    ("waited_s", "queued", "outside"),
+    [
+        pytest.param(30.0, 1.0, 0.5, id="throttled"),
+        pytest.param(30.0, None, 0.5, id="throttled, and the kernel does not count it"),
+        pytest.param(30.0, 0.0, 0.0, id="an accelerator computes meanwhile"),
+        pytest.param(0.0, 1.0, 0.0, id="never waited"),
+    ],
+)
+def test_a_throttled_rank_is_slow_at_communicating_too(
+    clock: Clock, waited_s: float, queued: float | None, outside: float
+) -> None:
     """Four seconds of work take it four and `waited_s`; in the allreduce it works for two, and waits for a hundred."""
-    processor = Clock()
-    timer = StepTimer(HostTimeline(clock, processor))
+    processor, queue = Clock(), Clock()
+    timer = StepTimer(HostTimeline(clock, processor, queued=lambda: None if queued is None else queue.now_s))
 
     def work(seconds: float) -> None:
         clock.now_s, processor.now_s = clock.now_s + seconds, processor.now_s + seconds
@@ -63,6 +73,7 @@ def test_who_is_throttled_is_slow_at_communicating_too(clock: Clock, waited_s: f
     timer.record_samples(8)
     work(3)
     clock.now_s += waited_s
+    queue.now_s += waited_s * (queued or 0.0)
     timer.gradients_ready()
     work(2)
     clock.now_s += 100

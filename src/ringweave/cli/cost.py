@@ -99,15 +99,15 @@ def _predict_time(name: str, setting: ArchitectureSetting) -> tuple[dict[str, An
 
 
 def _draw_figure(figure: str, setting: ArchitectureSetting, picture: str) -> tuple[dict[str, Any], list[str]]:
-    from ringweave.plots import charts, figures
+    from ringweave.plots import figures
 
     path = figures.check_picture_path(picture)
     if figure == "latency":
-        charts.draw_over_latency(setting, path)
+        figures.draw_over_latency(setting, path)
         parts = {"": _crossovers_over_latency(setting)}
     else:
         sweeps = _worker_sweeps(setting)
-        charts.draw_over_workers(sweeps, path)
+        figures.draw_over_workers(sweeps, path)
         parts = {sweep.title: _crossovers_over_workers(sweep.settings) for sweep in sweeps}
     document: dict[str, Any] = {"figure": figure, "picture": str(path), **_setting_document(setting), "parts": []}
     lines = [
@@ -146,7 +146,7 @@ def _crossovers_over_workers(
 
 def _worker_sweeps(setting: ArchitectureSetting) -> list[Any]:
     """Return settings for N from 4 to 64 (or twice the setting's), with equal ring sizes and with equal ring counts."""
-    from ringweave.plots.charts import WorkerSweep
+    from ringweave.plots.figures import WorkerSweep
 
     most = max(_WORKER_RANGE[1], 2 * setting.num_workers)
     ring_size = max(1, round(setting.ring_size))

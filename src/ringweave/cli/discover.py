@@ -111,7 +111,7 @@ def _cluster_of_all_ranks(host_report: Mapping[str, object], probe: bool) -> Clu
     try:
         # By name: an import contract keeps torch out of the command line.
         peer_data = importlib.import_module("ringweave.comm.peer_data")
-        lookup = importlib.import_module("ringweave.comm.probing.lookup")
+        lookup = importlib.import_module("ringweave.comm.probing.measure")
     except ImportError as cause:
         raise RingweaveError(
             "discovery by all workers",

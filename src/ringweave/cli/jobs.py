@@ -93,7 +93,9 @@ def job_table(jobs: Sequence[JobView], now: float, *, wide: bool) -> list[str]:
 
 def status_lines(job: JobView, now: float, *, wide: bool) -> list[str]:
     """Return lines about a job and its nodes; a wide table has each node's reason."""
-    workers = f"{job.workers} {_DEVICE_NAMES.get(job.device, job.device)} on {_count_text(len(job.used_nodes), 'node')}"
+    workers = (
+        f"{job.workers} {_DEVICE_NAMES.get(job.device, job.device)} on {units.count_noun(len(job.used_nodes), 'node')}"
+    )
     lines = [
         f"{job.name}: {job.state} for {units.show_duration(now - job.since_s)}",
         f"{workers} of {job.platform}, requested by {job.requester} {units.show_duration(now - job.created_s)} ago",
@@ -155,10 +157,6 @@ def _node_cells(node: NodeView) -> tuple[str, ...]:
         "-" if node.iterations is None else str(node.iterations),
         "-" if node.last_loss is None else f"{node.last_loss:.4f}",
     )
-
-
-def _count_text(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 @click.command

@@ -77,9 +77,9 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     path = check_picture_path(picture)
     found = solve_partition(problem, microbatches)
     if path is not None:
-        from ringweave.plots import charts
+        from ringweave.plots import figures
 
-        charts.draw_partition(found, path)
+        figures.draw_partition(found, path)
     echo(
         json.dumps(_partition_document(found, microbatches))
         if as_json
@@ -136,7 +136,7 @@ def _partition_document(found: Partition, num_microbatches: int | None) -> dict[
 
 
 def _partition_lines(found: Partition, num_microbatches: int | None) -> list[str]:
-    from ringweave.plots import charts
+    from ringweave.plots import figures
 
     lines = [
         f"splits {', '.join(map(str, found.splits)) or 'none'}",
@@ -144,7 +144,7 @@ def _partition_lines(found: Partition, num_microbatches: int | None) -> list[str
     ]
     if num_microbatches is not None:
         lines.append(f"step of {num_microbatches} microbatches {found.predicted_step_s:.6g} s (predicted)")
-    return [*lines, "", *charts.partition_rows(found)]
+    return [*lines, "", *figures.partition_rows(found)]
 
 
 def _bottleneck_owner(found: Partition) -> str:

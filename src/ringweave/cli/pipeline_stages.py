@@ -26,8 +26,7 @@ from ringweave.planning.partition.solve import solve_partition
 from ringweave.planning.repartition import PipelineWorkload
 from ringweave.planning.stage_planner import DeviceConditions, StagePlan
 from ringweave.sim import Fault, NodeSlowdown, pipeline_schedules
-from ringweave.sim.pipeline_simulation import PipelineSimulation, simulate_pipeline
-from ringweave.sim.stage_devices import StageDevices
+from ringweave.sim.pipeline_simulation import PipelineSimulation, StageDevices, simulate_pipeline
 from ringweave.topology import Cluster
 
 MAX_BLOCKS = 1000

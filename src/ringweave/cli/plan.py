@@ -14,9 +14,10 @@ from ringweave.cost import network
 from ringweave.environment import EXACT, WIRES
 from ringweave.errors import RingweaveError, UsageError
 from ringweave.files import rotation
-from ringweave.launcher.run_dir import RunDir, compare_measured
+from ringweave.launcher.run_dir import RunDir, compare_measured, list_probed_networks
 from ringweave.planning import Plan, ScheduleChoice
 from ringweave.planning.plans import PLANNED_KINDS
+from ringweave.relayed_address import RELAY_NIC
 from ringweave.schedules import CollectiveKind
 from ringweave.telemetry import events
 from ringweave.topology import Cluster, placement
@@ -459,24 +460,40 @@ def _format_time(seconds: float) -> str:
 
 
 def print_measured(run_dir: str, *, as_json: bool) -> int:
-    """Print predicted and measured times of a run directory.
+    """Print predicted and measured times of a run directory, also of a run on hosts, and the links that were measured.
 
     Raises:
         UsageError: It is no run directory, or nothing was measured in it.
     """
-    directory = RunDir(root=Path(run_dir).absolute())
-    if not rotation.exists(directory.events):
+    root = Path(run_dir).absolute()
+    first = events.find_event_files(root)[1][0]
+    if not rotation.exists(first):
         do = "Name the directory of a run, as `ringweave run --run-dir` does"
-        expected = f"a directory with {directory.events.name}"
-        raise UsageError("--run", got=run_dir, expected=expected, do=do)
-    found = events.read_last_attempt(directory.events)
-    rows = compare_measured(found, _load_cluster(directory))
-    if not rows:
+        raise UsageError("--run", got=run_dir, expected=f"a directory with {first.name}", do=do)
+    found = events.read_run(root)
+    cluster = _load_cluster(RunDir(root=first.parent))
+    rows, networks = compare_measured(found, cluster), list_probed_networks(found)
+    if not rows and not networks:
         do = "Let it run longer, or train with more than the small messages that the native backend takes"
         expected = "at least one schedule_measured event"
-        raise UsageError("measured collectives", got="none", expected=expected, do=do, where=str(directory.events))
-    echo(json.dumps({"run": run_dir, "measured": rows}) if as_json else "\n".join(_measured_table(rows)))
+        raise UsageError("measured collectives", got="none", expected=expected, do=do, where=str(first))
+    lines = [*_network_lines(networks, cluster), *(_measured_table(rows) if rows else ())]
+    echo(json.dumps({"run": run_dir, "measured": rows, "networks": networks}) if as_json else "\n".join(lines))
     return 0
+
+
+def _network_lines(networks: Sequence[Mapping[str, Any]], cluster: Cluster | None) -> list[str]:
+    """Return the measured links of each group, the slowest first; `cluster` says which hosts others reach by relays."""
+    nodes = cluster.nodes if cluster is not None else ()
+    relayed = {node.name for node in nodes if any(nic.name == RELAY_NIC for nic in node.nics)}
+    lines = []
+    for each in networks:
+        rates = sorted(each["rates"].items(), key=lambda link: link[1])
+        ways = {name: " by relay" if relayed.intersection(name.split("->")) else "" for name, _ in rates}
+        shown = ", ".join(f"{name}{ways[name]} {units.show_rate(rate)}" for name, rate in rates[:MAX_NAMED_RANKS])
+        more = f" and {len(rates) - MAX_NAMED_RANKS} faster ones" if len(rates) > MAX_NAMED_RANKS else ""
+        lines += [f"links    of group {each['group']}, measured by probing: {shown}{more}", ""]
+    return lines
 
 
 def _load_cluster(directory: RunDir) -> Cluster | None:

@@ -542,9 +542,9 @@ def _use_measured_network(
     """Return the group reachable by the NICs that probing found good, and the measurement on its first rank."""
     if info.num_nodes == 1:
         return info, None
-    from ringweave.comm.probing import lookup, measure
+    from ringweave.comm.probing import measure
 
-    measured = lookup.measurement_for_group(store, info, timeout, environment)
+    measured = measure.measurement_for_group(store, info, timeout, environment)
     return measure.agree_on_nics(store, info, measured, timeout), measured
 
 

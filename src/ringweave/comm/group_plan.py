@@ -203,7 +203,7 @@ def _parse_shared_plan(document: Any) -> tuple[Plan, Mapping[str, str] | None]:
 def group_placement(
     group: GroupInfo, environment: WorkerEnvironment, measured: NetworkMeasurement | None = None
 ) -> GroupPlacement:
-    """Return the group's placement on the cluster of the environment, or else on the probed one.
+    """Return the group's placement on the probed cluster, or else on that of the environment.
 
     Without either, every node gets the assumptions of `topology.one_machine`. Coding is taken to be as slow on all
     ranks as on this one, whose host's processors its ranks share. Work of all ranks is taken to last as
@@ -213,10 +213,10 @@ def group_placement(
         ClusterError: The cluster file is wrong.
     """
     nodes, rates = [member.location.node for member in group.ranks], {}
-    if environment.cluster_path is not None:
-        cluster = topology.load(environment.cluster_path)
-    elif measured is not None:
+    if measured is not None:
         cluster, rates = measured.cluster(), measured.link_rates
+    elif environment.cluster_path is not None:
+        cluster = topology.load(environment.cluster_path)
     else:
         names = {node: f"node{index}" for index, node in enumerate(dict.fromkeys(nodes))}
         cluster = topology.one_machine([1] * len(names))  # names its nodes so, at an assumed rate

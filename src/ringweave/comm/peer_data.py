@@ -137,23 +137,21 @@ GATHER_TIMEOUT = timedelta(seconds=120)
 MAX_TEXT_BYTES = 2**20
 
 
-def connect_store(environ: Mapping[str, str], timeout: timedelta = GATHER_TIMEOUT) -> tuple[Store, int, int]:
+def connect_store(environ: Mapping[str, str]) -> tuple[Store, int, int]:
     """Return the store of all ranks, this rank and the world size.
 
     The store may be in rank 0's process: the last operation on it has to be `exchange_texts`, after which all may exit.
 
-    Args:
-        environ: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as any launcher sets them.
-        timeout: Limit on waiting for rank 0.
+    `environ`: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as any launcher sets them.
 
     Raises:
-        PeerError: Rank 0 did not come in time.
+        PeerError: Rank 0 did not come within `GATHER_TIMEOUT`.
     """
     rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     try:
-        store, _, _ = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))
+        store, _, _ = next(iter(rendezvous("env://", rank, world_size, timeout=GATHER_TIMEOUT)))
     except RuntimeError as cause:
-        raise PeerError(_absence_text("rank 0", world_size, timeout, rank)) from cause
+        raise PeerError(_absence_text("rank 0", world_size, GATHER_TIMEOUT, rank)) from cause
     return store, rank, world_size
 
 

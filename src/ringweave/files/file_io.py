@@ -187,3 +187,11 @@ def report_write_errors(option: str, path: str | Path) -> Iterator[None]:
     except OSError as cause:
         do = cause.strerror or str(cause)
         raise UsageError(option, got=str(path), expected="a file that can be written", do=do) from cause
+
+
+def is_same_file(path: Path, descriptor: int) -> bool:
+    """Return whether a path still names an open file: another process may have removed or renamed it."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

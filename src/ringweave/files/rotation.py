@@ -228,7 +228,7 @@ class RotatingFile:
         is_current = False
         try:
             with _locked(descriptor) as has_lock:
-                is_current = _is_at(self.path, descriptor) and not (
+                is_current = file_io.is_same_file(self.path, descriptor) and not (
                     self._is_full(descriptor, len(record), has_lock=has_lock) and self._set_aside(descriptor)
                 )
                 if not is_current:
@@ -250,7 +250,9 @@ class RotatingFile:
         first = 1 + _last_line(segments, kept)
         last = first - 1 + max(1, _count_lines(descriptor))
         try:
-            if _is_at(self.path, descriptor):  # where there are no locks, another process may have been faster
+            if file_io.is_same_file(
+                self.path, descriptor
+            ):  # where there are no locks, another process may have been faster
                 self.path.rename(self.path.with_name(f"{self.path.name}.{first}-{last}"))
         except OSError:
             return False
@@ -274,7 +276,7 @@ class RotatingFile:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released with the file, also if it is killed
             except OSError:
                 return False
-            if not _is_at(oldest.path, file.fileno()):
+            if not file_io.is_same_file(oldest.path, file.fileno()):
                 return True
             kept = find_segments(self.path)[1]
             merged = self.path.with_name(f"{self.path.name}.kept-{oldest.last}")
@@ -298,9 +300,9 @@ def _iter_lines(kept: LogSegment | None, oldest: BinaryIO) -> Iterator[bytes]:
 
 
 @contextmanager
-def _locked(descriptor: int) -> Iterator[bool]:
+def _locked(descriptor: int, kind: int = fcntl.LOCK_EX) -> Iterator[bool]:
     """Hold the lock of a file; yield whether it could be had in time."""
-    has_lock = _wait_lock(descriptor)
+    has_lock = _wait_lock(descriptor, kind)
     try:
         yield has_lock
     finally:
@@ -308,11 +310,11 @@ def _locked(descriptor: int) -> Iterator[bool]:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-def _wait_lock(descriptor: int) -> bool:
+def _wait_lock(descriptor: int, kind: int) -> bool:
     deadline_s = None
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             deadline_s = time.monotonic() + LOCK_WAIT_S if deadline_s is None else deadline_s
             if time.monotonic() >= deadline_s:
@@ -322,14 +324,6 @@ def _wait_lock(descriptor: int) -> bool:
             return False
         else:
             return True
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Return whether a path still names an open file."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 def _count_lines(descriptor: int) -> int:
@@ -399,7 +393,7 @@ class LineReader:
         At most one of them is in memory.
 
         Args:
-            at_end: Nothing is written any more: an unfinished last line counts.
+            at_end: An unfinished last line counts, unless it is only just being written.
         """
         if not at_end and self._seen is not None and self._seen == self._look():
             return
@@ -427,6 +421,9 @@ class LineReader:
     def _read_file(self, file: BinaryIO, *, takes_rest: bool) -> Iterator[bytes]:
         first, offset, lines = self.cursor.first, self.cursor.offset, self.cursor.lines
         while content := file.readline(MAX_LINE_BYTES):
+            if takes_rest and not content.endswith(b"\n") and len(content) < MAX_LINE_BYTES:
+                with _locked(file.fileno(), fcntl.LOCK_SH):  # the rest of a record that a process is writing
+                    content += file.readline(MAX_LINE_BYTES - len(content))
             is_end, was_endless = content.endswith(b"\n"), self._is_endless
             is_part = not is_end and len(content) == MAX_LINE_BYTES
             if not is_end and not is_part and not takes_rest:

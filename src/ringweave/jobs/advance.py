@@ -33,7 +33,7 @@ def advance_record(job: Job, observed: ObservedJobState, now: float) -> JobRecor
     `observed`: observation of the platform, made after the record was read.
     """
     groups = {(group.node, group.attempt): group for group in observed.groups}
-    record = _update_progress(job, groups)
+    record = _update_progress(job, groups, now)
     if not _should_delete(job, record, now):
         record = _decide_outcome(job, record, observed, now)
     # Again: an end that is observed late may be longer ago than the TTL.
@@ -41,7 +41,7 @@ def advance_record(job: Job, observed: ObservedJobState, now: float) -> JobRecor
     if not record.deleting:
         record = _start_retry(job, record, now)
     if should_run(job, record):
-        record = _start_next_attempts(job, record, groups)
+        record = _start_next_attempts(job, record, groups, now)
     return _update_states(job, _update_hang_timers(job, record, groups, now), observed, now)
 
 
@@ -74,7 +74,7 @@ def should_run(job: Job, record: JobRecord) -> bool:
     return not record.deleting and record.outcome is None and not job.desired.suspend
 
 
-def _update_progress(job: Job, groups: GroupsByAttempt) -> JobRecord:
+def _update_progress(job: Job, groups: GroupsByAttempt, now: float) -> JobRecord:
     nodes = list(job.record.nodes)
     for node in job.used_nodes:
         known = nodes[node]
@@ -82,7 +82,14 @@ def _update_progress(job: Job, groups: GroupsByAttempt) -> JobRecord:
         if group is not None:
             iterations = known.iterations if group.iterations is None else group.iterations
             last_loss = known.last_loss if group.last_loss is None else group.last_loss
-            nodes[node] = replace(known, seen=True, iterations=iterations, last_loss=last_loss)
+            began_s = now if known.running_since_s is None and group.phase is GroupPhase.RUNNING else None
+            nodes[node] = replace(
+                known,
+                seen=True,
+                iterations=iterations,
+                last_loss=last_loss,
+                running_since_s=known.running_since_s if began_s is None else began_s,
+            )
     return replace(job.record, nodes=tuple(nodes))
 
 
@@ -196,12 +203,12 @@ def _handle_failures(
     if record.blame is not None and not any(ended.charged for ended in verdict.ends.values()):
         verdict = replace(verdict, ends=verdict.ends | _charge_blaming_node(job, record, groups, record.blame))
     failed_by_program = failures.is_program_error(
-        job, _record_attempt_ends(job, record, verdict.ends), observed, groups, now
+        job, _record_attempt_ends(job, record, verdict.ends, now), observed, groups, now
     )
     if verdict.program_failed and not failed_by_program:
         charged = {node: replace(verdict.ends[node], charged=True) for node in verdict.program_failed}
         verdict = replace(verdict, ends=verdict.ends | charged, program_failed=())
-    record = _record_attempt_ends(job, record, verdict.ends)
+    record = _record_attempt_ends(job, record, verdict.ends, now)
     if verdict.program_failed:
         why = failed_reason("NonZeroExitCode", job, verdict.program_failed, verdict.ends)
         return _end_job(record, JobState.FAILED, why, now)
@@ -221,10 +228,10 @@ def _handle_failures(
     return _end_early_finishers(job, record, groups)
 
 
-def _record_attempt_ends(job: Job, record: JobRecord, ends: dict[int, AttemptEnd]) -> JobRecord:
+def _record_attempt_ends(job: Job, record: JobRecord, ends: dict[int, AttemptEnd], now: float) -> JobRecord:
     nodes = list(record.nodes)
     for node, ended in ends.items():
-        nodes[node] = _end_attempt(nodes[node], ended, job.request.nodes[node].max_retries)
+        nodes[node] = _end_attempt(nodes[node], ended, job.request.nodes[node].max_retries, now)
     return replace(record, nodes=tuple(nodes))
 
 
@@ -273,9 +280,12 @@ def _charge_blaming_node(
     return {blame.node: AttemptEnd(attempt=attempt, cause=EndCause.PLATFORM, charged=True, text=blame.text)}
 
 
-def _end_attempt(known: NodeRecord, ended: AttemptEnd, max_retries: int) -> NodeRecord:
-    is_retry = ended.charged and known.retries < max_retries
-    return replace(known, ended=ended, retries=known.retries + is_retry)
+def _end_attempt(known: NodeRecord, ended: AttemptEnd, max_retries: int, now: float) -> NodeRecord:
+    if not ended.charged:
+        return replace(known, ended=ended)
+    lifetime_s = 0.0 if known.running_since_s is None else now - known.running_since_s
+    restarts = known.restarts.after_end(lifetime_s, now, is_useful=ended.cause is EndCause.PLATFORM)
+    return replace(known, ended=ended, retries=known.retries + (known.retries < max_retries), restarts=restarts)
 
 
 def _end_early_finishers(job: Job, record: JobRecord, groups: GroupsByAttempt) -> JobRecord:
@@ -296,7 +306,10 @@ def _start_retry(job: Job, record: JobRecord, now: float) -> JobRecord:
     if not _is_retry_requested(job, record):
         return record
     record = _end_all_attempts(job, record, EndCause.RETRIED, "the job was retried")
-    nodes = tuple(replace(known, retries=0, is_excluded=False, is_abandoned=False) for known in record.nodes)
+    fresh = NodeRecord().restarts
+    nodes = tuple(
+        replace(known, retries=0, is_excluded=False, is_abandoned=False, restarts=fresh) for known in record.nodes
+    )
     record = replace(
         record,
         nodes=nodes,
@@ -314,14 +327,23 @@ def _is_retry_requested(job: Job, record: JobRecord) -> bool:
     return record.outcome in (JobState.FAILED, JobState.STOPPED) and job.desired.retry_run == record.run
 
 
-def _start_next_attempts(job: Job, record: JobRecord, groups: GroupsByAttempt) -> JobRecord:
-    """Start the next attempt of each node whose last attempt has ended and is gone."""
+def _start_next_attempts(job: Job, record: JobRecord, groups: GroupsByAttempt, now: float) -> JobRecord:
+    """Start the next attempt of each node whose last attempt has ended and is gone, once the delay has passed."""
     nodes = list(record.nodes)
     for node in job.used_nodes:
         known = nodes[node]
-        if known.ended is not None and not known.is_excluded and (node, known.attempt) not in groups:
-            history = (*known.history, known.ended)[-MAX_HISTORY:]
-            nodes[node] = replace(known, attempt=known.attempt + 1, seen=False, ended=None, history=history)
+        is_waited_for = known.restarts.due_s is not None and not known.restarts.is_due(now)
+        if known.ended is None or known.is_excluded or (node, known.attempt) in groups or is_waited_for:
+            continue
+        nodes[node] = replace(
+            known,
+            attempt=known.attempt + 1,
+            seen=False,
+            ended=None,
+            history=(*known.history, known.ended)[-MAX_HISTORY:],
+            running_since_s=None,
+            restarts=replace(known.restarts, due_s=None),
+        )
     return replace(record, nodes=tuple(nodes))
 
 
@@ -424,7 +446,7 @@ def _node_state(view: _StatusContext, node: int) -> tuple[NodeState, str, str]:
     if known.ended is not None:
         if view.job.desired.suspend:
             return NodeState.WAITING, "NodeSuspended", ""
-        return NodeState.WAITING, "NodeTerminating", known.ended.text
+        return NodeState.WAITING, "NodeTerminating" if group is not None else "NodeBackOff", known.ended.text
     if group is None:
         return NodeState.WAITING, "NodeSuspended" if view.job.desired.suspend else "NodeNotCreated", ""
     return _live_node_state(view, group)

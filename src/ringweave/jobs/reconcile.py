@@ -127,7 +127,7 @@ def _keeps_group(job: Job, record: JobRecord, node: int) -> bool:
 
 
 def _next_requeue_s(job: Job, observed: ObservedJobState, now: float) -> float | None:
-    """Return the time of the next decision that needs no event: a TTL, a hang or a verdict on failures."""
+    """Return the time of the next decision that needs no event: a TTL, a hang, a verdict on failures, a restart."""
     if job.record.deleting:
         return None
     if should_run(job, job.record):
@@ -135,7 +135,10 @@ def _next_requeue_s(job: Job, observed: ObservedJobState, now: float) -> float |
         failures = jobs_failures.find_failures(job, job.record, groups, now)
         judged_s = jobs_failures.judge_failures(failures, job.record, observed, now).wait_until_s
         hangs_s = jobs_failures.next_hang_s(job, job.record, groups, now)
-        return min((time_s for time_s in (judged_s, hangs_s) if time_s is not None), default=None)
+        found_s = [time_s for time_s in (judged_s, hangs_s) if time_s is not None]
+        due_s = [job.record.nodes[node].restarts.due_s for node in job.used_nodes]
+        # One that is due already waits for the end of its last group, which is an event.
+        return min([*found_s, *(time_s for time_s in due_s if time_s is not None and time_s > now)], default=None)
     return ttl_expiry_s(job, job.record)
 
 

@@ -1,7 +1,7 @@
 """Data of a job: observation, record, desired state, and actions of `reconcile`. Frozen; a record is saved whole."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from pydantic import TypeAdapter
@@ -10,6 +10,7 @@ from ringweave.errors import JobError
 from ringweave.files import file_io
 from ringweave.jobs import worker_options
 from ringweave.jobs.request import ELASTIC_SERVER_MODES, JobRequest
+from ringweave.jobs.restart_policy import RestartPolicy
 from ringweave.jobs.states import JobState, NodeState, Reason
 
 T = TypeVar("T")
@@ -132,6 +133,11 @@ class ObservedJobState:
     late_nodes: frozenset[int] = frozenset()
     """Nodes of an elastic job that may come while the others train; the barrier does not wait for them."""
 
+    @property
+    def is_under_way(self) -> bool:
+        """A group runs, or is being removed."""
+        return any(group.phase.is_alive or group.is_terminating for group in self.groups)
+
 
 def cause_of_exit(exit_code: int | None, signal_name: str | None, *, blames_peer: bool) -> EndCause:
     """Return the cause of the end of failed workers, by the first one that failed.
@@ -186,6 +192,10 @@ class NodeRecord:
     last_loss: float | None = None
     suspected_since_s: float | None = None
     """Time since which the node is suspected to hang; None if it is not suspected."""
+    running_since_s: float | None = None
+    """Time at which the current attempt was first seen to run."""
+    restarts: RestartPolicy = field(default_factory=lambda: RestartPolicy(max_failed_starts=None))
+    """Time of the next attempt, by the failures of the node's own in a row; `max_retries` says when it is given up."""
     history: tuple[AttemptEnd, ...] = ()
     """Ends of the newest earlier attempts, oldest first."""
 

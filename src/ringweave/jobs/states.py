@@ -182,6 +182,10 @@ REASON_TEMPLATES: Mapping[str, _ReasonTemplate] = {
         text="ready, and waits for {nodes}",
         hint=_NO_ACTION,
     ),
+    "NodeBackOff": _ReasonTemplate(
+        text="starts again within half a minute, since it failed soon more than once: {detail}",
+        hint="ringweave logs {job} --node {node} shows why",
+    ),
     "NodeReleased": _ReasonTemplate(
         text="ready, and released to start",
         hint=_NO_ACTION,

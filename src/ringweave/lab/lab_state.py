@@ -192,15 +192,7 @@ def _try_lock(path: Path) -> int | None:
     except BlockingIOError:
         os.close(descriptor)
         return None
-    if not _is_same_file(path, descriptor):
+    if not file_io.is_same_file(path, descriptor):
         os.close(descriptor)
         return None
     return descriptor
-
-
-def _is_same_file(path: Path, descriptor: int) -> bool:
-    """True if the file is still the opened one: its previous holder may have removed it."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False

@@ -16,13 +16,13 @@ from ringweave.environment import WorkerEnvironment
 from ringweave.errors import UsageError
 from ringweave.jobs import worker_options
 from ringweave.jobs.request import ELASTIC_SERVER_MODES, MODES, SERVER_MODES
+from ringweave.jobs.restart_policy import EARLY_S, MAX_OWN_FAILURES, RestartPolicy
 from ringweave.jobs.worker_options import DEFAULT_OPTIONS, WorkerOptions
 from ringweave.lab import cpu_quotas
 from ringweave.launcher import entry, outcome, run_dir, supervise
 from ringweave.launcher.node_context import HostContext, NodeContext
 from ringweave.launcher.outcome import RunRecorder
 from ringweave.launcher.output import OutputConsole, write_message, write_notice
-from ringweave.launcher.restarts import EARLY_S, MAX_OWN_FAILURES, RestartPolicy
 from ringweave.launcher.run_dir import RunDir, path_from_here
 from ringweave.launcher.scale_requests import ScaleLimits, ScaleRequests
 from ringweave.launcher.services import CoordinatorProcesses, JobServer, run_coordinators
@@ -132,7 +132,7 @@ def run_here(request: RunRequest, *, environ: Mapping[str, str], stdout: TextIO,
             if request.elastic is None or result.outcome != "failed" or first is None or had_members:
                 return result
             now_s = time.monotonic()
-            attempts.record_end(now_s - started_s, now_s, is_own_failure=first.exit.signal_name is None)
+            attempts = attempts.after_end(now_s - started_s, now_s, is_own_failure=first.exit.signal_name is None)
             if attempts.has_given_up:
                 write_notice(f"no restart: {_stop_reason(attempts)}", stderr)
                 return result

@@ -1,95 +1,18 @@
-"""Restart policy of all processes, and the history of members that the restarts of elastic workers need."""
+"""Restarts of elastic workers, and the history of members that they need."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
 from ringweave.errors import LaunchError
+from ringweave.jobs.restart_policy import MAX_OWN_FAILURES, RestartPolicy
 from ringweave.launcher.outcome import WorkerFailure
 from ringweave.membership import membership_records
 from ringweave.membership.membership_records import REASON_FINISHED, REASON_LEFT
 from ringweave.telemetry import Event, EventTail
-
-EARLY_S, EARLY_IF_USEFUL_S = 60.0, 10.0
-"""A process that ended sooner was not worth its start. Of one that was of use the limit is shorter: its end says little
-about the next one, and where faults are frequent, those that come back must not be fewer and fewer."""
-MAX_OWN_FAILURES = 3
-"""What fails by itself this often in a row is given up: its device is probably broken, or its script wrong."""
-MAX_FAILED_STARTS = 10
-"""What fails to start this often in a row is given up. That takes two to three minutes with the delays below: a longer
-shortage on the machine needs a person."""
-_SECOND_DELAY_S, _MAX_DELAY_S = 1.0, 30.0
-
-
-def backoff_s(num_failures: int, *, first_s: float, max_s: float) -> float:
-    """Return the delay after so many failures in a row: the first one's, doubled with each further one, up to a limit.
-
-    Without failures it is the first delay too.
-    """
-    return min(max_s, first_s * 2.0 ** min(max(0, num_failures - 1), 20))
-
-
-class RestartPolicy:
-    """Restart policy of one worker, service or spare, or of all workers together: counts the ends in a row.
-
-    The first restart has the first delay, the second in a row 1 s, doubling up to 30 s. A life that was not early
-    begins the row anew.
-    """
-
-    def __init__(self, *, first_delay_s: float = 0.0, max_failed_starts: int = MAX_FAILED_STARTS) -> None:
-        """Begin without any ends."""
-        self._first_delay_s, self._max_failed_starts = first_delay_s, max_failed_starts
-        self._num_early_ends = 0
-        self.num_failed_starts = 0
-        """In a row: ended before it joined the others, or early if it does not say when it has joined."""
-        self.num_own_failures = 0
-        """In a row: failed by itself, not with others or by a signal."""
-        self.due_s: float | None = None
-        """Time of the next start."""
-
-    @property
-    def has_given_up(self) -> bool:
-        """True if it is not restarted any more."""
-        return self.num_own_failures >= MAX_OWN_FAILURES or self.num_failed_starts >= self._max_failed_starts
-
-    def record_end(
-        self,
-        lifetime_s: float,
-        now_s: float,
-        *,
-        is_useful: bool = False,
-        has_joined: bool | None = None,
-        is_own_failure: bool | None = None,
-    ) -> None:
-        """Record an end or a failed start, called once for each, and set the time of the next start.
-
-        Args:
-            lifetime_s: Seconds since its start.
-            now_s: Time on the clock of `take_due`.
-            is_useful: It is known to have been of use: it has trained, or somebody killed it.
-            has_joined: It has joined the others; None if it does not say so.
-            is_own_failure: It failed by itself; None if nothing ran that could.
-        """
-        is_early = lifetime_s < (EARLY_IF_USEFUL_S if is_useful else EARLY_S)
-        self._num_early_ends = self._num_early_ends + 1 if is_early else 0
-        has_failed_to_start = is_early if has_joined is None else not has_joined
-        self.num_failed_starts = self.num_failed_starts + 1 if has_failed_to_start else 0
-        if is_own_failure is not None:
-            begins_row = not is_own_failure or (is_useful and lifetime_s >= EARLY_S)
-            self.num_own_failures = (0 if begins_row else self.num_own_failures) + is_own_failure
-        is_first = self._num_early_ends <= 1
-        delay_s = backoff_s(self._num_early_ends - 1, first_s=_SECOND_DELAY_S, max_s=_MAX_DELAY_S)
-        self.due_s = None if self.has_given_up else now_s + (self._first_delay_s if is_first else delay_s)
-
-    def take_due(self, now_s: float) -> bool:
-        """Return whether to start it now; True once for each end."""
-        if self.due_s is None or now_s < self.due_s:
-            return False
-        self.due_s = None
-        return True
 
 
 class NoRestartError(LaunchError):
@@ -178,8 +101,7 @@ class WorkerRestarts:
             self._stopped_slots.add(slot)
             return "rest"
         is_own_failure = slot_exit.death.exit.signal_name is None and _NOT_A_MEMBER not in exception
-        policy = self._policy(slot)
-        policy.record_end(
+        self._policies[slot] = self._policy(slot).after_end(
             slot_exit.lifetime_s,
             now_s,
             is_useful=slot_exit.has_trained,
@@ -187,7 +109,7 @@ class WorkerRestarts:
             is_own_failure=is_own_failure,
         )
         if is_own_failure and self._all_have_failed(other_slots):
-            policy.due_s = None
+            self._start_at(slot, None)
             return "fail"
         return self._decide_by_counts(slot)
 
@@ -196,7 +118,7 @@ class WorkerRestarts:
 
         It counts as a worker that died at once: the machine's shortage may pass soon, or never.
         """
-        self._policy(slot).record_end(0.0, now_s, has_joined=False)
+        self._policies[slot] = self._policy(slot).after_end(0.0, now_s, has_joined=False)
         return self._decide_by_counts(slot)
 
     def _decide_by_counts(self, slot: int) -> RestartDecision:
@@ -206,12 +128,15 @@ class WorkerRestarts:
         return "give up"
 
     def _policy(self, slot: int) -> RestartPolicy:
-        return self._policies.setdefault(slot, RestartPolicy(first_delay_s=self._first_delay_s))
+        return self._policies.get(slot, RestartPolicy(first_delay_s=self._first_delay_s))
+
+    def _start_at(self, slot: int, due_s: float | None) -> None:
+        self._policies[slot] = replace(self._policy(slot), due_s=due_s)
 
     def _end_restarts(self) -> None:
         self._is_over = True
-        for policy in self._policies.values():
-            policy.due_s = None
+        for slot in self._policies:
+            self._start_at(slot, None)
 
     def _all_have_failed(self, other_slots: Mapping[int, bool]) -> bool:
         """Return whether no worker trains any more, and every worker that may come back has failed by itself too."""
@@ -239,11 +164,14 @@ class WorkerRestarts:
     def start_now(self, slot: int, now_s: float) -> None:
         """Start a slot at once, as if it had never failed."""
         self.reset_slot(slot)
-        self._policy(slot).due_s = now_s
+        self._start_at(slot, now_s)
 
     def take_due(self, now_s: float) -> Sequence[int]:
         """Return the slots to start now; each once."""
-        return sorted(slot for slot, policy in self._policies.items() if policy.take_due(now_s))
+        found = sorted(slot for slot, policy in self._policies.items() if policy.is_due(now_s))
+        for slot in found:
+            self._start_at(slot, None)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,16 +8,16 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ringweave import rpc, telemetry
 from ringweave.errors import LaunchError, RpcError
 from ringweave.files import rotation
 from ringweave.jobs import modes
+from ringweave.jobs.restart_policy import RestartPolicy
 from ringweave.launcher import bootstrap
 from ringweave.launcher.node_context import NodeContext
-from ringweave.launcher.restarts import RestartPolicy
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import HostPort
 from ringweave.membership.messages import CoordinatorStatus, CoordinatorStatusRequest, is_ring_part
@@ -171,17 +171,19 @@ class ServiceProcesses(abc.ABC):
         """Restart dead processes, after a delay where they died soon after their start."""
         now_s = self._clock()
         for index, process in list(self._processes.items()):
-            restart_policy, exit_code = self._restart_policies[index], process.poll()
+            policy, exit_code = self._restart_policies[index], process.poll()
             if exit_code is not None and index in self._started_s and self._is_replaced(exit_code):
                 was_killed = exit_code < 0 or exit_code > _SHELL_SIGNAL_BASE
-                restart_policy.record_end(now_s - self._started_s.pop(index), now_s, is_useful=was_killed)
+                policy = policy.after_end(now_s - self._started_s.pop(index), now_s, is_useful=was_killed)
+                self._restart_policies[index] = policy
                 self._record_exit(index, exit_code, was_stopped=False)
                 self._report_if_given_up(index, f"the last one with exit code {exit_code}")
-            if restart_policy.take_due(now_s):
+            if policy.is_due(now_s):
+                self._restart_policies[index] = replace(policy, due_s=None)
                 try:
                     self._start_process(index, is_first=False)
                 except (LaunchError, OSError) as error:
-                    restart_policy.record_end(0.0, now_s)
+                    self._restart_policies[index] = policy.after_end(0.0, now_s)
                     self._report_if_given_up(index, f"and a replacement could not be started: {error}")
 
     @abc.abstractmethod

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ringweave import environment
+from ringweave.jobs.restart_policy import RestartPolicy
 from ringweave.launcher import entry
-from ringweave.launcher.restarts import RestartPolicy
 
 if TYPE_CHECKING:
     from ringweave.launcher.node_context import NodeEntry  # brings the lab, of which a spare has no need
@@ -267,7 +267,7 @@ class SparePool:
 
     def _note_death(self, lived_s: float, text: str) -> None:
         now_s = self._clock()
-        self._policy.record_end(lived_s, now_s)
+        self._policy = self._policy.after_end(lived_s, now_s)
         self._due_s = self._policy.due_s or now_s
         if self._policy.has_given_up and self._rules.num_spares:
             self._rules.on_give_up(
@@ -335,7 +335,6 @@ PRELOADED_MODULES = (
     "ringweave.comm.engine.engine",
     "ringweave.comm.generation_group",
     "ringweave.comm.group_plan",
-    "ringweave.comm.probing.lookup",
     "ringweave.comm.probing.measure",
     "ringweave.comm.transport.shared_memory",
     "ringweave.comm.transport.sockets",

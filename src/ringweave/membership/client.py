@@ -12,8 +12,15 @@ from ringweave.errors import RpcError
 from ringweave.membership import messages
 from ringweave.membership.election import Rejoin
 from ringweave.membership.failure_detector import HEARTBEAT_INTERVAL_S, CoordinatorMonitor, Heartbeat
-from ringweave.membership.member_rules import BeginGeneration, MemberRules, PauseTraining, StopTraining
-from ringweave.membership.membership_records import GenerationId, Membership, MemberStatus
+from ringweave.membership.membership_records import (
+    BeginGeneration,
+    GenerationId,
+    MemberRules,
+    Membership,
+    MemberStatus,
+    PauseTraining,
+    StopTraining,
+)
 from ringweave.membership.messages import WHOLE_JOB
 
 

@@ -17,6 +17,7 @@ from ringweave.errors import LaunchError
 from ringweave.page import html_report, run_model
 from ringweave.page.run_source import RunSource
 
+_STANDARD_OUTPUT = 1
 INTERVAL_S = 1.0
 """Time between two updates of the page."""
 _POLICY = (
@@ -134,14 +135,14 @@ async def _static(request: web.Request) -> web.Response:
     )
 
 
-def is_output_unread(descriptor: int = 1) -> bool:
+def is_output_unread() -> bool:
     """Return whether standard output is a pipe without a reader: the program that has started this one is gone."""
     try:
-        is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+        is_pipe = stat.S_ISFIFO(os.fstat(_STANDARD_OUTPUT).st_mode)
     except OSError:  # closed from the beginning
         return False
     poll = select.poll()
-    poll.register(descriptor, 0)
+    poll.register(_STANDARD_OUTPUT, 0)
     return is_pipe and any(events & select.POLLERR for _, events in poll.poll(0))
 
 

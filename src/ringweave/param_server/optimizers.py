@@ -78,7 +78,7 @@ def make_optimizer(
         TrainingError: There is no such optimizer, or it does not take these options.
     """
     settings = [
-        {**_with_tuples(group.options), "params": [parameters[place] for place in group.parameters]} for group in groups
+        {**with_tuples(group.options), "params": [parameters[place] for place in group.parameters]} for group in groups
     ]
     is_fused = name in _FUSED_OPTIMIZERS and all(parameter.is_floating_point() for parameter in parameters)
     try:
@@ -122,7 +122,7 @@ def adjust_options(
     """
     check_options(optimizer, options)
     for group, given in zip(optimizer.param_groups, options, strict=True):
-        group.update({name: value for name, value in _with_tuples(given).items() if name in group})
+        group.update({name: value for name, value in with_tuples(given).items() if name in group})
         group["lr"] = group["lr"] * factor
 
 
@@ -148,7 +148,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _with_tuples(options: Mapping[str, OptimizerOption]) -> dict[str, Any]:
+def with_tuples(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options that have passed through JSON, with tuples in place of lists, as optimizers have them."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 

@@ -21,6 +21,7 @@ from typing_extensions import Buffer
 
 from ringweave.errors import TrainingError
 from ringweave.files import file_io
+from ringweave.param_server import optimizers
 from ringweave.param_server.data_shards import DataPosition, DataShard, ResumePoint
 from ringweave.param_server.flat import FlatTensors
 from ringweave.param_server.messages import ServerSetup
@@ -346,7 +347,9 @@ def restore_model(snapshot: ServerSnapshot) -> AccumulatingModel:
         place, _, name = key.partition(".")
         state.setdefault(int(place), {})[name] = value
     places = [group["params"] for group in model.optimizer.state_dict()["param_groups"]]
-    groups = [{**_tuples_restored(kept), "params": own} for kept, own in zip(snapshot.groups, places, strict=True)]
+    groups = [
+        {**optimizers.with_tuples(kept), "params": own} for kept, own in zip(snapshot.groups, places, strict=True)
+    ]
     model.optimizer.load_state_dict({"state": state, "param_groups": groups})
     return model
 
@@ -376,7 +379,3 @@ def _snapshot_checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
 def _compare_checksums(stated: str, found: str) -> None:
     if stated != found:
         raise ValueError(f"check {found} instead of {stated}")
-
-
-def _tuples_restored(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}

@@ -19,13 +19,20 @@ from typing import Protocol
 
 from ringweave import rpc
 from ringweave.errors import DeadlineError, NotLeaderError, RefusedError, RpcError, UsageError
-from ringweave.param_server import leadership_log, replication, snapshots
+from ringweave.param_server import replication, snapshots
 from ringweave.param_server.barrier import BarrierResult
 from ringweave.param_server.data_shards import DataShard
 from ringweave.param_server.flat import FlatTensors
 from ringweave.param_server.job import ServerJob
-from ringweave.param_server.leadership import LEASE_S, FailoverRules, LeadershipRecord, Reachability, RingReachability
-from ringweave.param_server.leadership_log import LeadershipLog
+from ringweave.param_server.leadership import (
+    LEASE_S,
+    FailoverRules,
+    LeadershipLog,
+    LeadershipRecord,
+    Reachability,
+    RingReachability,
+    open_log,
+)
 from ringweave.param_server.messages import BarrierArrival, LeaveRing, PauseRing, Push
 from ringweave.param_server.service import ParameterService
 from ringweave.param_server.sessions import ring_of
@@ -511,12 +518,13 @@ class StandbyHandlers:
         self._leadership.note_leader_heard()
 
 
-def join_as_standby(
-    handlers: StandbyHandlers, leadership: ServerLeadership, stop: Callable[[float], bool], retry_s: float = 0.5
-) -> None:
+_FOLLOW_RETRY_S = 0.5
+
+
+def join_as_standby(handlers: StandbyHandlers, leadership: ServerLeadership, stop: Callable[[float], bool]) -> None:
     """Ask until this server leads, follows, or has to end; for a thread of its own."""
     while not (leadership.is_leading or leadership.is_following or leadership.superseded):
-        if handlers.request_to_follow() or stop(retry_s):
+        if handlers.request_to_follow() or stop(_FOLLOW_RETRY_S):
             return
 
 
@@ -605,7 +613,7 @@ class ServerPair:
         self._reachability = ReachabilityMonitor(args.host, args.lease_s)
         self.leadership = ServerLeadership(
             args.index,
-            leadership_log.open_log(args.claims),
+            open_log(args.claims),
             self._connect,
             lease_s=args.lease_s,
             reachability=self._reachability.reachability,

@@ -39,8 +39,7 @@ from ringweave.planning.repartition import (
     RepartitionDecision,
     RepartitionPolicy,
 )
-from ringweave.sim.pipeline_simulation import Overheads
-from ringweave.sim.stage_devices import Piece, StageDevices
+from ringweave.sim.pipeline_simulation import Overheads, Piece, StageDevices
 from ringweave.telemetry import EventLog
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ringweave.errors import RingweaveError, TrainingError, shorten
 from ringweave.files import file_io
-from ringweave.pipeline import block_store
+from ringweave.pipeline import model_blocks
 from ringweave.pipeline.migration import first_failure
 from ringweave.pipeline.optimizer import load_as_saved
 from ringweave.pipeline.pipeline import Pipeline
@@ -185,11 +185,11 @@ def _save_block(pipeline: Pipeline, block: int, directory: Path) -> None:
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     module = pipeline.blocks[block]
-    for name, tensor in block_store.without_extra_state(module.state_dict(keep_vars=True)).items():
+    for name, tensor in model_blocks.without_extra_state(module.state_dict(keep_vars=True)).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
             tensors[_MODEL + name] = tensor.detach().contiguous().cpu()
-    tensors |= {_EXTRA + name: raw for name, raw in block_store.extra_states(module)}
+    tensors |= {_EXTRA + name: raw for name, raw in model_blocks.extra_states(module)}
     optimizer = pipeline.optimizer.for_block(block)
     rest: dict[str, Any] = {}
     for place, state in (optimizer.state_dict()["state"] if optimizer else {}).items():
@@ -227,7 +227,7 @@ def _load_block(pipeline: Pipeline, block: int, path: Path) -> None:
         raise _damaged_error(path, str(cause), "a block that checkpoints.save has written") from cause
     _fill_block(pipeline, block, model, path)
     for name, raw in extra.items():
-        block_store.set_extra_state(pipeline.blocks[block], name, raw)
+        model_blocks.set_extra_state(pipeline.blocks[block], name, raw)
     optimizer = pipeline.optimizer.for_block(block)
     if optimizer is not None:
         load_as_saved(optimizer, {**optimizer.state_dict(), "state": state})
@@ -256,7 +256,7 @@ def _read_block(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[
 @torch.no_grad()
 def _fill_block(pipeline: Pipeline, block: int, model: Mapping[str, Tensor], path: Path) -> None:
     own: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in block_store.without_extra_state(pipeline.blocks[block].state_dict(keep_vars=True)).items():
+    for name, tensor in model_blocks.without_extra_state(pipeline.blocks[block].state_dict(keep_vars=True)).items():
         own.setdefault(id(tensor), (name, tensor))
     shapes = {name: tuple(tensor.shape) for name, tensor in own.values()}
     got = {name: tuple(tensor.shape) for name, tensor in model.items()}

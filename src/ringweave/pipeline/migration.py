@@ -31,13 +31,13 @@ from torch.optim import Optimizer
 
 from ringweave.errors import PeerError, RingweaveError, TrainingError, UsageError, explain, shorten
 from ringweave.files import file_io
-from ringweave.pipeline import block_store
+from ringweave.pipeline import model_blocks
 from ringweave.pipeline.pipeline import Pipeline, broadcast_text
 from ringweave.pipeline.runtime import staged_transfer
 from ringweave.pipeline.runtime.staged_transfer import StagedTransfer
 from ringweave.pipeline.stage_layout import Layout
 from ringweave.planning.repartition import BlockMove, block_moves
-from ringweave.sim.stage_devices import StageDevices
+from ringweave.sim.pipeline_simulation import StageDevices
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 
@@ -89,7 +89,7 @@ def block_changes(block: nn.Module) -> BlockContents:
             expected = "a dense one"
             raise TrainingError(f"gradient of {name}", got=parameter.grad.layout, expected=expected, do=do)
         found.tensors[f"gradient {name}"] = parameter.grad.detach()
-    for name, value in block_store.extra_states(block):
+    for name, value in model_blocks.extra_states(block):
         found.tensors[f"extra {name}"] = value
     return found
 
@@ -155,7 +155,7 @@ def load_changes(block: nn.Module, received: BlockContents) -> None:
         if kind == "gradient":
             parameters[key].grad = value.to(parameters[key].device)
         elif kind == "extra":
-            block_store.set_extra_state(block, key, value)
+            model_blocks.set_extra_state(block, key, value)
 
 
 def block_digest(block: nn.Module, optimizer: Optimizer | None) -> int:

@@ -3,10 +3,13 @@
 The transformers library's forwards compute masks and positions once and pass them to all layers. Here each layer's
 block computes them itself, from the side input `attention_mask` and its input: cheap next to the layer, and only
 activations cross between blocks. Tests compare each model type with the library's own forward, bit for bit.
+
+A rank has its own blocks with values and all others on the meta device (`BlockStore`).
 """
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+import io
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -15,11 +18,110 @@ from torch import Tensor, nn
 
 from ringweave.errors import TrainingError, UsageError
 from ringweave.files.problems import suggest_closest
-from ringweave.pipeline import block_store
 from ringweave.pipeline.runtime import boundaries
 from ringweave.pipeline.runtime.boundaries import as_tuple
 from ringweave.planning.partition import problem
 from ringweave.planning.partition.problem import Layer
+
+_EXTRA_STATE_SUFFIX = "_extra_state"
+"""Suffix of its key in a torch `state_dict`."""
+
+
+def extra_states(block: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (module name inside the block, extra state as uint8 [bytes]) for each module that has one."""
+    for name, module in block.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            buffer = io.BytesIO()
+            torch.save(module.get_extra_state(), buffer)
+            yield name, torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def set_extra_state(block: nn.Module, name: str, raw: Tensor) -> None:
+    """Set a module's extra state from the bytes that `extra_states` yielded."""
+    loaded = torch.load(io.BytesIO(raw.cpu().numpy().tobytes()), weights_only=True)
+    block.get_submodule(name).set_extra_state(loaded)
+
+
+def without_extra_state(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters and buffers of a module's `state_dict`."""
+    return {name: value for name, value in state_dict.items() if name.rpartition(".")[2] != _EXTRA_STATE_SUFFIX}
+
+
+class BlockStore:
+    """All blocks of the model: this rank's with values, the others on the meta device, which takes no memory.
+
+    The modules are modified in place: blocks that the rank does not hold are emptied.
+
+    Raises:
+        TrainingError: There are no blocks, or two of them share a parameter.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], held: Iterable[int], device: torch.device) -> None:
+        if not modules:
+            do = "Give the model's blocks in their order"
+            raise TrainingError("blocks", got=0, expected="1 or more", do=do)
+        check_untied(modules)
+        self._modules = list(modules)
+        self._device = device
+        self._held = set(held)
+        for index in range(len(modules)):
+            self._modules[index] = modules[index].to(device if index in self._held else "meta")
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """A block; without values if it is not held."""
+        return self._modules[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Indices of blocks with values, in order."""
+        return tuple(sorted(self._held))
+
+    def allocate(self, index: int) -> nn.Module:
+        """Allocate a block on this rank's device; its values are undefined until they are filled in."""
+        if index not in self._held:
+            self._modules[index] = self._modules[index].to_empty(device=self._device)
+            self._held.add(index)
+        return self._modules[index]
+
+    def set_block(self, index: int, module: nn.Module) -> None:
+        """Hold a block that already has values, in place of its meta version."""
+        self._modules[index] = module
+        self._held.add(index)
+
+    def drop_values(self, index: int) -> None:
+        """Move a block to the meta device."""
+        if index in self._held:
+            self._modules[index] = self._modules[index].to("meta")
+            self._held.remove(index)
+
+
+def check_untied(modules: Sequence[nn.Module]) -> None:
+    """Raise if two blocks share a parameter or buffer, since blocks may lie on different ranks.
+
+    Raises:
+        TrainingError: Names the first shared tensor in both blocks.
+    """
+    for (index, name), (first, first_name), _ in shared_tensors(modules):
+        do = "Build the model without tied weights (tie_word_embeddings=False), or take blocks(model, tied='untie')"
+        expected = "a tensor of the block's own, since blocks may lie on different ranks"
+        got = f"{first_name} of block {first}"
+        raise TrainingError(f"{name} of block {index}", got=got, expected=expected, do=do)
+
+
+def shared_tensors(modules: Sequence[nn.Module]) -> Iterator[tuple[tuple[int, str], tuple[int, str], Tensor]]:
+    """Yield (index and name, first index and name, tensor) for each tensor that an earlier block has too."""
+    owners: dict[int, tuple[int, str]] = {}
+    for index, module in enumerate(modules):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            first = owners.setdefault(id(tensor), (index, name))
+            if first[0] != index:
+                yield (index, name), first, tensor
 
 
 class EncoderEmbeddings(nn.Module):
@@ -171,9 +273,9 @@ def blocks(model: nn.Module | Sequence[nn.Module], *, tied: str = "refuse") -> l
     else:
         found = list(model)
     if tied == "untie":
-        for (index, _), _, tensor in list(block_store.shared_tensors(found)):
+        for (index, _), _, tensor in list(shared_tensors(found)):
             _untie(found[index], tensor)
-    block_store.check_untied(found)
+    check_untied(found)
     return found
 
 
@@ -184,13 +286,9 @@ def check_complete(model: nn.Module, found: Sequence[nn.Module]) -> None:
         TrainingError: Something of the model is in no block.
     """
     names: dict[int, str] = {}
-    for name, tensor in block_store.without_extra_state(model.state_dict(keep_vars=True)).items():
+    for name, tensor in without_extra_state(model.state_dict(keep_vars=True)).items():
         names.setdefault(id(tensor), name)
-    held = {
-        id(tensor)
-        for block in found
-        for tensor in block_store.without_extra_state(block.state_dict(keep_vars=True)).values()
-    }
+    held = {id(tensor) for block in found for tensor in without_extra_state(block.state_dict(keep_vars=True)).values()}
     try:
         problem.check_complete(list(names.values()), [[name for key, name in names.items() if key in held]])
     except UsageError as cause:

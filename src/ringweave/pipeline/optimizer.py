@@ -15,8 +15,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import Optimizer
 
 from ringweave.errors import TrainingError
-from ringweave.pipeline.block_store import BlockStore
-from ringweave.pipeline.runtime.process_groups import PipelineGroups
+from ringweave.pipeline.model_blocks import BlockStore
+from ringweave.pipeline.stage_layout import PipelineGroups
 
 
 def allreduce_replicas(blocks: BlockStore, groups: PipelineGroups, *, divide_by: int) -> None:

@@ -13,17 +13,25 @@ from ringweave.comm import default_group, peer_data
 from ringweave.environment import AUTO_WIRE, EXACT, WorkerEnvironment
 from ringweave.errors import DisagreementError, TrainingError, UsageError
 from ringweave.pipeline import optimizer
-from ringweave.pipeline.block_store import BlockStore
+from ringweave.pipeline.model_blocks import BlockStore
 from ringweave.pipeline.optimizer import BlockOptimizers, GradScaler, MakeOptimizer
 from ringweave.pipeline.runtime import boundaries
 from ringweave.pipeline.runtime.boundaries import Boundary, Precision, TensorMeta
-from ringweave.pipeline.runtime.process_groups import Piggyback, PipelineGroups, sum_with_piggyback
 from ringweave.pipeline.runtime.runner import StageRunner
 from ringweave.pipeline.runtime.stopwatch import Stopwatch
 from ringweave.pipeline.runtime.torch_schedules import LossFunction
-from ringweave.pipeline.stage_layout import BOUNDARY_WIRES, Layout, Settings, check_boundary_wire, even_splits
+from ringweave.pipeline.stage_layout import (
+    BOUNDARY_WIRES,
+    Layout,
+    Piggyback,
+    PipelineGroups,
+    Settings,
+    check_boundary_wire,
+    even_splits,
+    sum_with_piggyback,
+)
 from ringweave.sim.pipeline_schedules import PipelineSchedule
-from ringweave.sim.stage_devices import StageDevices
+from ringweave.sim.pipeline_simulation import StageDevices
 
 Inputs = Tensor | tuple[Tensor, ...]
 

@@ -18,21 +18,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringweave.environment import EXACT
-from ringweave.pipeline.block_store import BlockStore
+from ringweave.pipeline.model_blocks import BlockStore
 from ringweave.pipeline.optimizer import MakeOptimizer, has_parameters
 from ringweave.pipeline.pipeline import Pipeline
-from ringweave.pipeline.runtime import boundaries, boundary_formats
+from ringweave.pipeline.runtime import boundaries
 from ringweave.pipeline.runtime.boundaries import Boundary, as_tuple
-from ringweave.pipeline.runtime.process_groups import PipelineGroups
 from ringweave.pipeline.runtime.runner import StageRunner
 from ringweave.pipeline.runtime.stopwatch import Stopwatch
-from ringweave.pipeline.stage_layout import Layout
+from ringweave.pipeline.stage_layout import Layout, PipelineGroups
 from ringweave.planning.partition.problem import PartitionMemory, PartitionProblem
 from ringweave.planning.partition.solve import Partition, solve_partition
 from ringweave.sim import pipeline_simulation
 from ringweave.sim.pipeline_schedules import PipelineSchedule
-from ringweave.sim.pipeline_simulation import Overheads, PipelineSimulation, StageTimes
-from ringweave.sim.stage_devices import StageDevices, one_device_each
+from ringweave.sim.pipeline_simulation import Overheads, PipelineSimulation, StageDevices, StageTimes, one_device_each
 
 _ANSWER_BYTES = 8
 _MIN_MESSAGE_BYTES = 65536
@@ -215,7 +213,7 @@ def profile(
     times = _gather_times(pipeline, found)
     blocks = []
     for index, kind in enumerate(kinds):
-        leaving = boundary_formats.boundary_bytes(bench.wire, pipeline.boundaries[index + 1])
+        leaving = boundaries.boundary_bytes(bench.wire, pipeline.boundaries[index + 1])
         blocks.append(
             BlockCost(
                 kind=kind,
@@ -300,12 +298,12 @@ class _BlockBenchmark:
         outputs = [
             boundaries.placeholder_like(form, self._device).detach()
             for form in self._pipeline.boundaries[index + 1].meta_tensors()
-            if boundary_formats.format_of(self.wire, form.shape, form.dtype) != EXACT
+            if boundaries.format_of(self.wire, form.shape, form.dtype) != EXACT
         ]
 
         def code() -> None:
             for values in outputs:
-                boundary_formats.decode(self.wire, boundary_formats.encode(self.wire, values), values)
+                boundaries.decode(self.wire, boundaries.encode(self.wire, values), values)
 
         laps = []
         for _ in range(self._rounds + 1 if outputs else 0):
@@ -469,7 +467,6 @@ def partition(
     num_microbatches: int | None = None,
     memory_bytes: Sequence[float] | None = None,
     in_flight: Sequence[int] | None = None,
-    allow_empty: bool = False,
 ) -> Partition:
     """Find the best splits for these blocks, devices and links; exact.
 
@@ -480,7 +477,6 @@ def partition(
         memory_bytes: Memory of each device; None: unlimited.
         in_flight: Microbatches that each stage holds at once, as `PipelineSchedule.peak_in_flight` counts them; needs
             `memory_bytes`.
-        allow_empty: A device may get no blocks.
 
     Raises:
         UsageError: The blocks do not fit into the devices' memory, or there are fewer blocks than devices.
@@ -499,7 +495,6 @@ def partition(
         activation=tuple(float(max(cost.forward_bytes, cost.backward_bytes)) for cost in profile.blocks),
         bandwidth=bandwidth,
         memory=_memory_limits(profile, memory_bytes, in_flight),
-        allow_empty=allow_empty,
     )
     return solve_partition(problem, num_microbatches)
 

@@ -28,16 +28,14 @@ class BestConnectedNode:
     """Predicted rate at which all other nodes together can send to it; infinite if there are none."""
 
 
-def find_best_connected(cluster: Cluster, rates: Mapping[str, float] | None = None) -> BestConnectedNode:
+def find_best_connected(cluster: Cluster) -> BestConnectedNode:
     """Return the node with the highest total rate from and to all others; of equals the first.
-
-    `rates`: measured bytes per second by directed link name, in place of the cluster's.
 
     Cost: O(nodes and switches).
     """
     if cluster.num_nodes == 1:
         return BestConnectedNode(node=cluster.nodes[0].name, inflow_bytes_per_s=float("inf"))
-    net = cost.group_network(cluster, rates=rates)
+    net = cost.group_network(cluster)
     inwards = _max_inflow(net, net.up_bytes_per_s, net.down_bytes_per_s)
     outwards = _max_inflow(net, net.down_bytes_per_s, net.up_bytes_per_s)
     worst = np.minimum(inwards, outwards)

@@ -10,6 +10,7 @@ and outer steps.
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -184,30 +185,32 @@ def forecast_local(workers: Sequence[WorkerRates], workload: StepWorkload, outer
     """Return the forecast of mode local, with the inner steps that it would derive from these times.
 
     Sites compute at the same time, each at its own speed; an exchange has the time of a round, and all wait for what it
-    takes longer. At the end of an epoch all wait for an exchange of all fragments.
+    takes longer. No exchange is under way in the first round of an epoch; at its end all wait for one of all fragments.
     """
     first = outer.inner_steps or min(FIRST_INNER_STEPS, outer.max_inner_steps)
     split = RoundSplit(
         batch_samples=workload.batch_samples,
         inner_steps=first,
         speeds=(1.0,) * len(outer.sites),
+        num_ranks=tuple(map(len, outer.sites)),
         fragments=min(outer.fragments, first),
         max_inner_steps=outer.max_inner_steps,
     )
-    num_samples = split.site_batch_samples
-    step_s = workload.batch_samples / math.fsum(num_samples / each_s for each_s in outer.site_steps_s)
+    step_s = workload.batch_samples / math.fsum(map(operator.truediv, split.site_batches, outer.site_steps_s))
     outer_step_s = max(0.0, outer.round_s - outer.round_steps * step_s)
     if outer.inner_steps is None:
         split = split.fitted(step_s, outer.exchange_s, min(outer_step_s, outer.exchange_s), outer.computing_share, 0.0)
     round_s = max(outer.round_s + (split.round_steps - outer.round_steps) * step_s, outer.exchange_s)
-    at_end_s = split.fragments * outer.exchange_s * workload.batch_samples / workload.epoch_samples
+    num_steps = workload.epoch_samples / workload.batch_samples
+    beside_s = (round_s / split.round_steps - step_s) * (1 - min(1.0, split.round_steps / num_steps))
+    at_end_s = split.fragments * outer.exchange_s / num_steps
     computing = [
         _site_computing_s([workers[rank] for rank in site], num_samples) / each_s
-        for site, each_s in zip(outer.sites, outer.site_steps_s, strict=True)
+        for site, num_samples, each_s in zip(outer.sites, split.site_batches, outer.site_steps_s, strict=True)
     ]
     return ModeForecast(
         mode=modes.LOCAL,
-        step_s=round_s / split.round_steps + at_end_s,
+        step_s=step_s + beside_s + at_end_s,
         computing_s=step_s * min(1.0, *computing),
         inner_steps=split.inner_steps,
     )

@@ -1,13 +1,14 @@
 """Sites of mode `local`: workers that reduce every gradient together, and the division of a round among sites.
 
 A round is what all sites compute from one outer step to the next. A site takes part of its samples in proportion to its
-speed, and cuts them into inner steps of about equal size: a site that is twice as fast does twice as many of them in
-the same time.
+speed, and cuts them into inner steps of about equal size, in which a rank has as many samples as in a train step of
+all: of two sites with as many ranks, one that is twice as fast does twice as many of them in the same time.
 """
 
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,10 @@ _THIN_NIC_RATIO = 0.5
 MIN_RATE_GAP = 4.0
 """Least ratio of measured rates inside sites to those between them. Below it, exact modes hide most of an exchange; and
 rates of one kind of link differ by less."""
+UNKNOWN_SITES = (
+    "each node is a site: neither switches and NICs of a cluster file nor measured links tell nodes apart; an elastic "
+    "job measures none. Describe the links (with --hosts, a cluster file), or name the sites in Local(sites=...)"
+)
 FIRST_INNER_STEPS = 16
 """Inner steps of the first rounds, if they are derived: no exchange has been measured yet."""
 MIN_SPLIT_GAIN = 0.05
@@ -53,8 +58,30 @@ def find_sites(ranks: Sequence[Mapping[str, Any]]) -> tuple[Site, ...]:
     Args:
         ranks: Of each rank: `node`, `rate` (bytes per second of its node's NICs, None without a cluster file) and
             `uplinks` (switch above it, nearest first -> bytes per second). Of the first one, `measured_sites`: nodes of
-            each site by measured links, if there are such.
+            each site by measured links, if no cluster file describes them and there are such.
     """
+    names = _site_names(ranks)
+    if len(set(names)) == 1:
+        names = [("node", each["node"]) for each in ranks]
+    found: dict[tuple[str, str], list[int]] = {}
+    for index, name in enumerate(names):
+        found.setdefault(name, []).append(index)
+    return tuple(map(tuple, found.values()))
+
+
+def explain_sites(named: Sequence[Sequence[int]] | None, ranks: Sequence[Mapping[str, Any]]) -> str:
+    """Return where sites come from, in words that follow others, if neither script nor cluster file says it."""
+    if named is not None:
+        return ""
+    if "measured_sites_text" in ranks[0]:
+        return f"; {ranks[0]['measured_sites_text']}"
+    if len({each["node"] for each in ranks}) == 1 or len(set(_site_names(ranks))) > 1:
+        return ""
+    return f"; {UNKNOWN_SITES}"
+
+
+def _site_names(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return for each rank kind and name of what ties it to others: all the same if nothing tells nodes apart."""
     measured = {node: index for index, site in enumerate(ranks[0].get("measured_sites") or ()) for node in site}
     nodes = {each["node"]: each for each in ranks}
     fastest = max((each["rate"] or 0.0 for each in nodes.values()), default=0.0)
@@ -64,19 +91,13 @@ def find_sites(ranks: Sequence[Mapping[str, Any]]) -> tuple[Site, ...]:
             below[switch] = below.get(switch, 0.0) + (each["rate"] or 0.0)
 
     def site_name(rank: Mapping[str, Any]) -> tuple[str, str]:
-        if not rank["rate"] and rank["node"] in measured:
+        if rank["node"] in measured:
             return "measured", str(measured[rank["node"]])
         if not rank["rate"] or rank["rate"] <= _THIN_NIC_RATIO * fastest:
             return "node", rank["node"]
         return "switch", next((name for name, rate in rank["uplinks"].items() if rate < below[name]), "")
 
-    names = [site_name(each) for each in ranks]
-    if len(set(names)) == 1:
-        names = [("node", each["node"]) for each in ranks]
-    found: dict[tuple[str, str], list[int]] = {}
-    for index, name in enumerate(names):
-        found.setdefault(name, []).append(index)
-    return tuple(map(tuple, found.values()))
+    return [site_name(each) for each in ranks]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,6 +183,8 @@ class RoundSplit:
     """Train steps in which each parameter gets one outer step: inner steps of a site of average speed."""
     speeds: tuple[float, ...]
     """Samples per second of each site; only ratios count."""
+    num_ranks: tuple[int, ...] = ()
+    """Ranks of each site; empty if all have as many."""
     fragments: int = 1
     """Fragments of the parameters; a round ends with the outer step of one of them."""
     max_inner_steps: int = MAX_INNER_STEPS
@@ -172,30 +195,45 @@ class RoundSplit:
         return -(-self.inner_steps // self.fragments)
 
     @property
-    def site_batch_samples(self) -> int:
-        """Most samples of an inner step: a train step's, divided by the number of sites."""
-        return -(-self.batch_samples // len(self.speeds))
+    def site_batches(self) -> tuple[int, ...]:
+        """Most samples of an inner step of each site: a rank has as many as in a train step of all ranks."""
+        ranks = self.num_ranks or (1,) * len(self.speeds)
+        return tuple(-(-self.batch_samples * each // sum(ranks)) for each in ranks)
 
-    def inner_lr_factor(self, *, is_scale_invariant: bool) -> float:
-        """Return the factor of learning rates with which the mean of the sites moves as far as one process would.
+    def inner_lr_factor(self, site: int, *, is_scale_invariant: bool) -> float:
+        """Return the factor of a site's learning rates with which the mean of all moves as far as one process would.
 
-        The gradient of a site's batch has the square root of the number of sites times the noise of the whole batch's.
-        An optimizer that divides by the size of gradients, as Adam does, moves that much less along their mean, and its
-        noise is smaller by the mean of the sites: a learning rate higher by that root makes up for both. And a site
-        that takes more inner steps has moved further before it counts more in the mean.
+        The gradient of a batch that is a part p of the whole one has 1 / sqrt(p) times the noise. An optimizer that
+        divides by the size of gradients, as Adam does, moves that much less along their mean, so its learning rate goes
+        with sqrt(p), others' with p. Sites that do the samples of a train step in p of its size then move as far; each
+        does a part f of all samples and counts with f in the mean: in all they move the sum of f^2 of the way, which
+        the factor takes back. With M equal sites it is sqrt(M), or 1.
 
         Args:
+            site: Index of the site.
             is_scale_invariant: The optimizer's step is the same for gradients of another size.
 
         Source: the square-root rule of Malladi et al. (arXiv 2205.10287); measured in docs/notebook/2026-11.md.
         """
-        total, num_sites = math.fsum(self.speeds), len(self.speeds)
-        excess = num_sites * math.fsum((speed / total) ** 2 for speed in self.speeds)
-        return (math.sqrt(num_sites) if is_scale_invariant else 1.0) / excess
+        total, ranks = math.fsum(self.speeds), self.num_ranks or (1,) * len(self.speeds)
+        moved = math.fsum((speed / total) ** 2 for speed in self.speeds)
+        return (ranks[site] / sum(ranks)) ** (0.5 if is_scale_invariant else 1.0) / moved
 
     def samples_of_sites(self, num_samples: int) -> tuple[int, ...]:
+        """Return the samples of each site in a round, by speed.
+
+        Whole inner steps where the slowest site takes little longer by them: with 65 of 128 samples in five steps, in
+        place of four, a site takes longer than by speed, since a step's reduction and update get no shorter.
+        """
         speeds = [Speed(s_per_sample=1 / speed) for speed in self.speeds]
-        return balancing.apportion(num_samples, speeds, min_samples=1 if num_samples >= len(speeds) else 0)
+        least = int(num_samples >= len(speeds))
+        found = balancing.apportion(num_samples, speeds, min_samples=least)
+        caps = [size * max(1, round(each / size)) for each, size in zip(found, self.site_batches, strict=True)]
+        if sum(caps) < num_samples:
+            return found
+        whole = balancing.apportion(num_samples, speeds, caps, least)
+        by_speed_s, whole_s = (max(map(operator.truediv, each, self.speeds)) for each in (found, whole))
+        return whole if whole_s <= (1 + MIN_SPLIT_GAIN) * by_speed_s else found
 
     def with_measured(self, samples: Sequence[float], seconds: Sequence[float]) -> "RoundSplit":
         """Return the division by measured speeds; this one if it is predicted to gain little, or a site did nothing.
@@ -271,7 +309,7 @@ class SiteOrder:
     def _pieces(self, samples: Indices) -> list[Indices]:
         """Return the inner steps of this site in a round: as few as no step is larger than the site's batch."""
         own = samples[balancing.rank_slice(self.split.samples_of_sites(len(samples)), self.site)]
-        num_pieces = -(-len(own) // self.split.site_batch_samples)
+        num_pieces = -(-len(own) // self.split.site_batches[self.site])
         return np.array_split(own, num_pieces) if num_pieces else []
 
 

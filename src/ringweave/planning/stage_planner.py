@@ -18,7 +18,7 @@ from ringweave.planning.partition.solve import solve_partition
 from ringweave.planning.repartition.pipeline_workload import PipelineConditions, PipelineWorkload
 from ringweave.planning.repartition.search import Splits, search_partitions, search_stages
 from ringweave.sim import pipeline_schedules
-from ringweave.sim.stage_devices import StageDevices, even_samples
+from ringweave.sim.pipeline_simulation import StageDevices, even_samples
 
 Groups = tuple[tuple[int, ...], ...]
 """Devices of each stage."""

@@ -21,7 +21,7 @@ from ringweave.jobs.request import JobRequest
 from ringweave.jobs.states import JobState, NodeState, Reason, make_reason
 from ringweave.launcher import run_dir
 from ringweave.launcher.run_dir import RunDir
-from ringweave.platforms import api, job_logs, submission
+from ringweave.platforms import api, submission
 from ringweave.platforms.api import AttemptView, EventView, JobView, LogLine, LogQuery, NodeView, Platform, Submission
 from ringweave.platforms.local import job_folder
 from ringweave.telemetry import Event
@@ -116,12 +116,12 @@ class RunDirectoryPlatform(Platform):
         nodes = {rank: name for name, ranks in _ranks_by_node(_read_record(directory)).items() for rank in ranks}
 
         def find_logs() -> list[tuple[str, Path]]:
-            events = [] if which.events == "none" else [(f"/1/1/{job_logs.EVENTS}", directory.events)]
+            events = [] if which.events == "none" else [(f"/1/1/{api.EVENTS}", directory.events)]
             ranks = {} if which.events == "only" else directory.logs_by_rank()
             return [*events, *((f"{nodes.get(rank, '')}/1/1/{rank}", path) for rank, path in ranks.items())]
 
-        return job_logs.follow_logs(
-            lambda positions: job_logs.read_new_text(find_logs(), positions),
+        return api.follow_logs(
+            lambda positions: api.read_new_text(find_logs(), positions),
             which,
             is_over=lambda: not run_dir.is_run_dir_held(directory),
             sleep=self._sleep,

@@ -49,10 +49,9 @@ def outline_cluster(
     cluster: Cluster,
     binding: Sequence[str],
     notes: Mapping[str, str],
-    max_rows: int = MAX_ROWS,
     rates: Mapping[str, float] | None = None,
 ) -> OutlineItem:
-    """Outline the root with everything below it, in at most about `max_rows` rows.
+    """Outline the root with everything below it, in at most about `MAX_ROWS` rows.
 
     With more nodes, equal nodes of a switch share a row. If that is not enough, a switch keeps the children whose links
     bind or are slow, and the others share a row.
@@ -61,12 +60,11 @@ def outline_cluster(
         cluster: The cluster.
         binding: Names of the links that set the bound.
         notes: Node with leaders -> text about them.
-        max_rows: Rows of the plot.
         rates: Measured bytes per second by directed link name, in place of the cluster's.
     """
-    is_grouped = cluster.num_nodes > max_rows
+    is_grouped = cluster.num_nodes > MAX_ROWS
     return _limit_rows(
-        _OutlineBuilder(cluster, binding, notes, rates or {}, is_grouped=is_grouped).build_item(None), max_rows
+        _OutlineBuilder(cluster, binding, notes, rates or {}, is_grouped=is_grouped).build_item(None), MAX_ROWS
     )
 
 

@@ -278,7 +278,6 @@ def fetch_state(
     timeout_s: float,
     wait_s: float = 0.0,
     throttle: ReadThrottle | None = None,
-    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Read a state of a peer into local memory.
 
@@ -290,12 +289,11 @@ def fetch_state(
         timeout_s: Seconds for the whole.
         wait_s: Longest wait for the peer to publish it.
         throttle: Rate; None means as fast as the link permits.
-        clock: Returns seconds.
 
     Raises:
         WireError: It could not be read whole; the content of the memory is worthless.
     """
-    deadline_s, throttle = clock() + timeout_s, throttle or NoThrottle()
+    deadline_s, throttle = time.monotonic() + timeout_s, throttle or NoThrottle()
     description = client.call(DescribeState(name=name, wait_s=wait_s), timeout_s=timeout_s).message
     assert isinstance(description, StateDescription), "the class of the reply"
     views = _checked_buffers(description, allocate(description))
@@ -304,14 +302,14 @@ def fetch_state(
     def wait_oldest() -> None:
         pending, num_bytes, started_s = under_way.popleft()
         pending.wait()
-        throttle.wait_after_chunk(num_bytes, clock() - started_s)
+        throttle.wait_after_chunk(num_bytes, time.monotonic() - started_s)
 
     try:
         for read, room in _chunk_reads(name, description, views, throttle):
             while len(under_way) >= throttle.window:
                 wait_oldest()
-            pending = client.start(read, timeout_s=_remaining_s(name, deadline_s, clock), into=[room])
-            under_way.append((pending, room.nbytes, clock()))
+            pending = client.start(read, timeout_s=_remaining_s(name, deadline_s), into=[room])
+            under_way.append((pending, room.nbytes, time.monotonic()))
         while under_way:
             wait_oldest()
     finally:
@@ -332,8 +330,8 @@ def _chunk_reads(
             first += target.nbytes
 
 
-def _remaining_s(name: str, deadline_s: float, clock: Callable[[], float]) -> float:
-    left_s = deadline_s - clock()
+def _remaining_s(name: str, deadline_s: float) -> float:
+    left_s = deadline_s - time.monotonic()
     if left_s <= 0:
         raise DeadlineError(f"state {name}", got="unfinished", expected="all of it in time", do="Give it more time")
     return left_s

@@ -5,13 +5,14 @@ from ringweave.schedules.generators import NATIVE, SCHEDULE_NAMES, check_schedul
 from ringweave.schedules.generators.direct import direct, direct_allgather, direct_broadcast, direct_reduce_scatter
 from ringweave.schedules.generators.halving_doubling import halving_doubling
 from ringweave.schedules.generators.hierarchical import (
+    arrange_leaders,
     binomial_broadcast,
     binomial_reduce,
     chain_broadcast,
     chain_reduce,
     hierarchical,
+    leader_matrix,
 )
-from ringweave.schedules.generators.leader_matrix import arrange_leaders, leader_matrix
 from ringweave.schedules.generators.multi_level import (
     Domain,
     Stripe,

@@ -179,7 +179,7 @@ RING_KINDS: Mapping[str, EventKind] = {
             "rank": RANK_FIELD,
             "sites": "ranks of each site; the first rank of each is its leader",
             "inner_steps": "train steps of the first round",
-            "inner_lr_factor": "factor of the script's learning rates in steps of a site of that round",
+            "inner_lr_factor": "factor of the script's learning rates in steps of the first site",
         },
     ),
     "outer_step": EventKind(

@@ -27,7 +27,7 @@ PRELOADED_MODULES = [
     "torch.nn.parallel",
     "ringweave.comm.backend",
     "ringweave.comm.engine.engine",
-    "ringweave.comm.probing.lookup",
+    "ringweave.comm.probing.measure",
     "ringweave.comm.transport.shared_memory",
     "ringweave.comm.transport.sockets",
     "ringweave.param_server.client",

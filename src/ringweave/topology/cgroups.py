@@ -105,6 +105,18 @@ class ProcessCpuQuota:
         return max(map(_throttled_s, self._groups), default=0.0)
 
 
+def queued_s(process: Path = PROC_SELF) -> float | None:
+    """Return the seconds so far in which the main thread was ready to run and had no processor; None if not counted.
+
+    Others ran on the processors, or a quota was used up.
+    """
+    try:
+        with (process / "schedstat").open("rb", buffering=0) as numbers:
+            return int(numbers.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):  # a kernel that does not count it
+        return None
+
+
 def find_pressure_file(process: Path, kind: str) -> Path | None:
     """Return the file of stalls (`memory`, `io`) of a process's own group; None in the root group and in version 1."""
     mounts = read_text(process / "mountinfo")

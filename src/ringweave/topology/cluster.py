@@ -213,7 +213,7 @@ MAX_DESCRIPTION_LINES = 20
 
 def describe_cluster(cluster: "Cluster") -> str:
     """Return the tree of switches, equal nodes of a switch on one line; lines that do not fit are counted."""
-    counts = f"{_count_noun(cluster.num_nodes, 'node')}, {_count_noun(cluster.num_devices, 'device')}"
+    counts = f"{units.count_noun(cluster.num_nodes, 'node')}, {units.count_noun(cluster.num_devices, 'device')}"
     lines = [f"{cluster.name}: {counts}, latency {units.format_seconds(cluster.latency_s)}", *_describe_tree(cluster)]
     if len(lines) > MAX_DESCRIPTION_LINES:
         lines[MAX_DESCRIPTION_LINES - 1 :] = [f"... and {len(lines) - MAX_DESCRIPTION_LINES + 1} more lines"]
@@ -249,10 +249,6 @@ def _describe_equipment(node: "Node") -> str:
     kinds = [device.kind if device.speed == 1 else f"{device.kind} at {device.speed:g}" for device in node.devices]
     devices = [(text, len(list(alike))) for text, alike in groupby(kinds)][:8]
     return f"nic {rates}, " + ", ".join(f"{count} x {text}" for text, count in devices)
-
-
-def _count_noun(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 class ClusterProblemsError(problems.InputError, ClusterError):

@@ -386,6 +386,7 @@ class RoundControl:
             batch_samples=batch_samples,
             inner_steps=first,
             speeds=tuple(float(len(site)) for site in exchange.sites),
+            num_ranks=tuple(map(len, exchange.sites)),
             fragments=fragments,
             max_inner_steps=settings.max_inner_steps,
         )

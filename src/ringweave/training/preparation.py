@@ -46,7 +46,7 @@ from ringweave.training.options import Asynchronous, Local, Script
 from ringweave.training.outer_optimizer import OuterOptimizer
 from ringweave.training.outer_steps import RoundControl, SiteExchange, SiteMembership, SiteSource
 from ringweave.training.recorder import Recorder, StepRecorder
-from ringweave.training.rings import server_job, startup_rendezvous
+from ringweave.training.rings import ring_formation, startup_rendezvous
 from ringweave.training.rings.elastic_ring import AssignedMember, ElasticRing
 from ringweave.training.rings.ring_formation import RingShares, relative_speeds
 from ringweave.training.rings.ring_worker import ParameterServerOptimizer
@@ -186,13 +186,13 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
     timer = _step_timer(script, environment)
     member_process.refuse_process_group()
     mode, reason = modes.decide_mode(script.mode, environment.mode, 2)
-    script, reason = _without_open_wire(script, reason)
+    script, reason = _without_choice(script, reason, environment)
     has_server, settings = modes.has_server(mode, is_elastic=True), script.settings
     if mode == modes.LOCAL:
         settings = script.local.as_asynchronous()
         script, reason = dataclasses.replace(script, settings=settings), f"{reason}; {options.ELASTIC_SITES}"
     if has_server:
-        server_job.check_optimizer_fresh(script.optimizer, settings)
+        ring_formation.check_optimizer_fresh(script.optimizer, settings)
     check_elastic_data(script.spec)
     must_match, assigned = script.elastic_must_match(mode), None
     if has_server:
@@ -232,12 +232,14 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
     return parallel, optimizer, SharedLoader(script.loader, source, weights, timer, sample_weights)
 
 
-def _without_open_wire(script: Script, reason: str) -> tuple[Script, str]:
-    """Return the script of an elastic job with exact gradients if its format would be chosen within a bound."""
-    if script.max_loss_increase is None or script.wire != AUTO_WIRE:
+def _without_choice(script: Script, reason: str, environment: WorkerEnvironment) -> tuple[Script, str]:
+    """Return the script of an elastic job, which chooses neither mode nor wire format within a bound, and says so."""
+    is_mode_open = modes.is_undecided(script.mode, environment.mode, 2)
+    if script.max_loss_increase is None or not (is_mode_open or script.wire == AUTO_WIRE):
         return script, reason
-    reason += "; an elastic job chooses no wire format within a bound on the loss"
-    return dataclasses.replace(script, wire=EXACT), reason
+    do = "name them (--mode local, --wire int8), or leave --elastic out"
+    reason += f"; an elastic job chooses neither mode nor wire format within a bound on the loss: {do}"
+    return dataclasses.replace(script, wire=EXACT if script.wire == AUTO_WIRE else script.wire), reason
 
 
 def _step_timer(script: Script, environment: WorkerEnvironment) -> StepTimer:
@@ -262,8 +264,7 @@ def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
         script, mode, reason, rings = _choose_within_bound(script, (mode, reason, rings), reports, is_open=is_open)
     if mode == modes.LOCAL:
         all_sites = sites.sites_of(script.local.sites, reports)
-        if script.local.sites is None and "measured_sites_text" in reports[0]:
-            reason += f"; {reports[0]['measured_sites_text']}"
+        reason += sites.explain_sites(script.local.sites, reports)
         if len(all_sites) > 1:
             recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=())
             exchange = exchange or SiteExchange(all_sites, rank)
@@ -332,6 +333,7 @@ def _prepare_sharded(script: Script, environment: WorkerEnvironment) -> Prepared
     recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=balancer.latest)
     sharded_model.share_replicas(script.model, control)
     sharded_model.weigh_outputs(script.model, weights)
+    sharded_model.overlap_all_reduces(script.model)
     membership = StaticMembership(control, balancer, timer, recorder.epoch_accounted)
     source = OrderSource(script.loader, script.spec, reports[0]["seed"], membership)
     weight = _batch_weight(script, control)
@@ -405,7 +407,7 @@ def _find_measured_sites(environment: WorkerEnvironment) -> MeasuredSites | None
     group = dist.group.WORLD
     if not isinstance(group, RingweaveProcessGroup) or group.measured_network is None:
         return None
-    if environment.cluster_path is not None:
+    if environment.cluster_path is not None and not environment.probes_described:
         return None
     cluster, rates = group.measured_network.cluster(), group.measured_network.link_rates
     names = list(dict.fromkeys(each.location.node for each in group.members.ranks))
@@ -429,7 +431,7 @@ def _prepare_sites(
         outer_steps.copy_first_values(script.model, exchange)
     timer, site_control = _step_timer(script, environment), exchange.site_control
     rounds = RoundControl(exchange, script.local, script.spec.batch_samples, recorder.outer_step_done)
-    site_reports, num_samples = [reports[rank] for rank in exchange.site], rounds.split.site_batch_samples
+    site_reports, num_samples = [reports[rank] for rank in exchange.site], rounds.split.site_batches[exchange.index]
     balancer = _make_balancer(site_reports, modes.LOCAL, timer, site_control, recorder, batch_samples=num_samples)
     weights = SampleWeights(num_ranks=len(exchange.site), is_mean=script.is_mean)
     reducer = GradientReducer(process_group=exchange.site_group, timer=timer, wire=script.wire)
@@ -440,7 +442,7 @@ def _prepare_sites(
     weight = BatchWeight(script.weight, site_control) if callable(script.weight) else script.sample_weights
     outer = OuterOptimizer(parallel.module, script.local, rounds.split.fragments)
     factor = _scale_inner_rates(
-        script, lambda is_invariant: rounds.split.inner_lr_factor(is_scale_invariant=is_invariant)
+        script, lambda is_invariant: rounds.split.inner_lr_factor(exchange.index, is_scale_invariant=is_invariant)
     )
     recorder.sites_formed(exchange.sites, rounds.split.inner_steps, factor())
     membership = SiteMembership(control, balancer, timer, recorder.epoch_accounted, outer, rounds=rounds)
@@ -505,10 +507,10 @@ def _prepare_static_rings(
     settings, optimizer, parameters = script.settings, script.optimizer, script.parameters
     mode, chosen_rings, reconsideration = choice
     sample_weights = script.sample_weights
-    server_job.check_optimizer_fresh(optimizer, settings)
-    server_job.check_same_prefetch(reports)
-    connectors, speeds = server_job.server_connectors(environment), relative_speeds(reports)
-    formation = server_job.form_initial_rings(mode, settings, speeds, reports, chosen_rings)
+    ring_formation.check_optimizer_fresh(optimizer, settings)
+    ring_formation.check_same_prefetch(reports)
+    connectors, speeds = ring_formation.server_connectors(environment), relative_speeds(reports)
+    formation = ring_formation.form_initial_rings(mode, settings, speeds, reports, chosen_rings)
     rings = formation.rings
     ring_groups, index = create_ring_groups(rings, control.rank), ring_index(rings, control.rank)
     weights = SampleWeights(num_ranks=len(rings[index]), is_mean=script.is_mean)
@@ -517,10 +519,10 @@ def _prepare_static_rings(
     broadcast_untrained(script.model, parameters, control)
     parallel = gradients.wrap_ddp(script.model, weights, reducer, script.ddp)
     timing.attach_timer(timer, parallel, optimizer)  # the script's own optimizer: it takes the local steps
-    setup = server_job.build_server_setup(parallel.module, optimizer, rings, settings)
+    setup = ring_formation.build_server_setup(parallel.module, optimizer, rings, settings)
     if control.rank == 0:
-        client = RingClient(connectors, index, reconnect_timeout_s=server_job.SERVER_START_TIMEOUT_S)
-        server_job.start_server_job(client, setup, parameters)
+        client = RingClient(connectors, index, reconnect_timeout_s=ring_formation.SERVER_START_TIMEOUT_S)
+        ring_formation.start_server_job(client, setup, parameters)
         client.close()
     control.broadcast(torch.zeros(1))  # all ranks wait until the server has the job
     assignment = RingAssignment(connectors, control, setup, parameters, ring_groups, settings.local_steps)
@@ -528,7 +530,7 @@ def _prepare_static_rings(
     atexit.register(assignment.leave_server)
     ring_optimizer = ParameterServerOptimizer(optimizer, assignment.current.worker)
     shares = RingShares(
-        server_job.initial_shares(script.spec.batch_samples, speeds, reports),
+        ring_formation.initial_shares(script.spec.batch_samples, speeds, reports),
         timer,
         control,
         recorder.shares_changed,

@@ -3,13 +3,20 @@
 FSDP takes the mean of the ranks' gradients. A rank's portion of the batch gets its weight where the script's loss goes
 back into the model: the gradients of the outputs are multiplied by N b_i / sum b (N ranks, b_i samples on this rank),
 and the gradients of all parameters follow from them in proportion.
+
+On a CPU, FSDP waits for each collective before it goes on with the backward pass. The allreduce among replicas of HSDP
+needs no such wait: nothing reads its result before the pass ends. So it runs beside what follows, as it does on CUDA,
+where it has a stream of its own.
 """
 
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
@@ -119,3 +126,82 @@ def weigh_outputs(model: nn.Module, weights: SampleWeights) -> None:
         return pytree.tree_map_only(Tensor, weigh, output)
 
     model.register_forward_hook(hook)
+
+
+class OverlappedAllReduces(dist.ProcessGroup):
+    """Group of the replicas of one FSDP parameter group, whose allreduces in a backward pass end with that pass.
+
+    It has what FSDP uses of such a group: its size, and averages of sharded gradients. Each average is waited for at
+    once where something reads it before the backward pass ends.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, reads_at_once: Callable[[], bool]) -> None:
+        """Wrap the group; `reads_at_once` returns whether FSDP or a hook reads the sums within the pass."""
+        super().__init__(group.rank(), group.size())  # pyrefly: ignore - missing in torch's stubs
+        self._group, self._reads_at_once = group, reads_at_once
+        self._open: list[dist.Work] = []
+
+    def __eq__(self, other: object) -> bool:
+        """Stand for the group in torch's tables, from which the texts of errors are made."""
+        return other is self or other is self._group
+
+    def __hash__(self) -> int:
+        return hash(self._group)
+
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> dist.Work | None:  # pyrefly: ignore
+        """Start an allreduce; return its work, or None if it ends with the backward pass or is done."""
+        if opts.reduceOp != dist.ReduceOp.AVG or self._reads_at_once() or not self._waits_at_end():
+            return self._group.allreduce(tensors, opts)
+        opts.asyncOp = True
+        self._open.append(self._group.allreduce(tensors, opts))
+        return None
+
+    def _waits_at_end(self) -> bool:
+        """Return whether the backward pass under way will wait for all that is open; False outside of one."""
+        if not self._open:
+            try:
+                torch.autograd.Variable._execution_engine.queue_callback(self._wait_for_open)
+            except RuntimeError:
+                return False
+        return True
+
+    def _wait_for_open(self) -> None:
+        while self._open:
+            self._open.pop(0).wait()
+
+
+def overlap_all_reduces(model: nn.Module) -> int:
+    """Let allreduces among the replicas of HSDP on a CPU run beside the backward pass; return how many groups do.
+
+    It uses names that FSDP does not document; where this torch has others, nothing changes.
+    """
+    num_groups = 0
+    for group in _param_groups(model):
+        mesh_info = group.mesh_info
+        replicas = getattr(mesh_info, "replicate_process_group", None)
+        if group.device.type != "cpu" or not isinstance(replicas, dist.ProcessGroup) or replicas.size() < 2:
+            continue
+        group.mesh_info = copy.copy(mesh_info)
+        group.mesh_info.replicate_process_group = OverlappedAllReduces(replicas, _reader_of(group))
+        num_groups += 1
+    return num_groups
+
+
+def _param_groups(model: nn.Module) -> Iterator[Any]:
+    """Return FSDP's parameter groups of a model; none where they have no such mesh."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            groups = getattr(module._get_fsdp_state(), "_fsdp_param_groups", None) or ()
+            yield from (each for each in groups if hasattr(each, "mesh_info") and hasattr(each, "fsdp_params"))
+
+
+def _reader_of(group: Any) -> Callable[[], bool]:
+    def reads_at_once() -> bool:
+        """Return whether sums are added to gradients, converted, or handed to hooks before the pass ends."""
+        if group._all_reduce_hook is not None or group._reduce_dtype not in (None, group._orig_dtype):
+            return True
+        sharded = [each.sharded_param for each in group.fsdp_params]
+        is_read = any(each.grad is not None or getattr(each, "_post_accumulate_grad_hooks", None) for each in sharded)
+        return is_read or any(each.offload_to_cpu for each in group.fsdp_params)
+
+    return reads_at_once

@@ -15,7 +15,7 @@ import contextlib
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ringweave.planning import balancing
-from ringweave.topology.cgroups import CpuQuota, ProcessCpuQuota
+from ringweave.topology import cgroups
 
 
 def freeze_garbage_collector() -> None:
@@ -40,10 +40,10 @@ def freeze_garbage_collector() -> None:
 
 TimeSpan = tuple[Any, Any]
 """Two marks of one timeline."""
-_THROTTLED = 1.25
-"""A rank whose computing takes this multiple of its processor time is throttled, or shares its processor. On other
-ranks communication is a small part, the same on all of them, and threads that spin while they wait would be taken for
-it."""
+_THROTTLED = 0.25
+"""A rank that waits for a processor for this multiple of its processor time is throttled, or shares its processor. On
+other ranks communication is a small part, the same on all of them, and threads that spin while they wait would be taken
+for it. A rank that waits for a device or for data is none of these: its processor is free."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,8 @@ class MeasuredStep:
     seconds: float
     """Wall time of computing, without the effect of where a quota's pauses fall."""
     outside_ratio: float = 0.0
-    """Processor time outside of computing, as a multiple of that of computing; 0 unless the rank is throttled."""
+    """Time of processor work outside of computing, waits for a processor included, as a multiple of the time of
+    computing; 0 unless the rank is throttled."""
     wall_s: float = field(default=0.0, compare=False)
     """Wall time of the whole step, from the request for its batch to the next one."""
     input_s: float = field(default=0.0, compare=False)
@@ -95,6 +96,10 @@ class Timeline(abc.ABC):
         """Return the processor time of this process between the marks; 0 if unknown."""
         return 0.0
 
+    def queued_s(self, span: TimeSpan) -> float:
+        """Return the seconds between the marks in which this process was ready to run and had no processor."""
+        return 0.0
+
     def host_s(self) -> float:
         """Return the wall clock of this process, in seconds."""
         return time.perf_counter()
@@ -113,24 +118,32 @@ class HostTimeline(Timeline):
         self,
         clock: Callable[[], float] = time.perf_counter,
         processor: Callable[[], float] = lambda: 0.0,
-        quota: Callable[[], CpuQuota | None] = lambda: None,
+        quota: Callable[[], cgroups.CpuQuota | None] = lambda: None,
+        queued: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """Create it; `processor` returns processor time, `quota` the quota that binds this process."""
-        self._clock, self._processor, self._quota = clock, processor, quota
+        """Create it.
+
+        Args:
+            clock: Seconds on the wall.
+            processor: Processor time of this process.
+            quota: Quota that binds this process.
+            queued: Seconds in which this process was ready to run and had no processor; None if they are not counted.
+        """
+        self._clock, self._processor, self._quota, self._queued = clock, processor, quota, queued
         self._throttled = _times_throttled(quota())
 
     @classmethod
     def of_this_process(cls) -> Self:
         """Return a timeline with processor time and quota of this process."""
-        return cls(processor=time.process_time, quota=ProcessCpuQuota().read)
+        return cls(processor=time.process_time, quota=cgroups.ProcessCpuQuota().read, queued=cgroups.queued_s)
 
-    def mark(self) -> tuple[float, float]:
-        return self._clock(), self._processor()
+    def mark(self) -> tuple[float, float, float | None]:
+        return self._clock(), self._processor(), self._queued()
 
     def host_s(self) -> float:
         return self._clock()
 
-    def has_passed(self, mark: tuple[float, float]) -> bool:
+    def has_passed(self, mark: tuple[float, float, float | None]) -> bool:
         return True
 
     def seconds(self, span: TimeSpan) -> float:
@@ -138,6 +151,12 @@ class HostTimeline(Timeline):
 
     def processor_s(self, span: TimeSpan) -> float:
         return span[1][1] - span[0][1]
+
+    def queued_s(self, span: TimeSpan) -> float:
+        begin, end = span[0][2], span[1][2]
+        if begin is None or end is None:  # not counted: all that is no processor time is taken for it
+            return max(0.0, self.seconds(span) - self.processor_s(span))
+        return end - begin
 
     def steady_s(self, wall_s: float, worked_s: float) -> float:
         """Return the average time by the quota, if it has throttled this process since the last call."""
@@ -297,7 +316,7 @@ class StepTimer:
         return MeasuredStep(
             num_samples=step.num_samples,
             seconds=self._timeline.steady_s(computing_s, worked_s),
-            outside_ratio=self._outside_ratio(step, worked_s, computing_s),
+            outside_ratio=self._outside_ratio(step, spans, computing_s),
             wall_s=step.ended_s - step.begun_s,
             input_s=input_s,
             input_processor_s=step.input_processor_s,
@@ -308,10 +327,13 @@ class StepTimer:
             processor_s=0.0 if step.end is None else self._timeline.processor_s((step.begin, step.end)),
         )
 
-    def _outside_ratio(self, step: _StepMarks, worked_s: float, computing_s: float) -> float:
-        if step.end is None or worked_s <= 0 or computing_s < _THROTTLED * worked_s:
+    def _outside_ratio(self, step: _StepMarks, spans: Sequence[TimeSpan], computing_s: float) -> float:
+        worked_s = sum(map(self._timeline.processor_s, spans))
+        queued_s = sum(map(self._timeline.queued_s, spans)) - sum(map(self._timeline.queued_s, step.waits))
+        if step.end is None or worked_s <= 0 or computing_s <= 0 or queued_s < _THROTTLED * worked_s:
             return 0.0
-        return max(0.0, self._timeline.processor_s((step.begin, step.end)) / worked_s - 1)
+        outside_s = self._timeline.processor_s((step.begin, step.end)) - worked_s
+        return max(0.0, outside_s * (1 + queued_s / worked_s) / computing_s)
 
     def _has_passed(self, step: _StepMarks) -> bool:
         marks = (step.ready, *(end for _, end in step.updates))
@@ -329,7 +351,7 @@ def cuda_devices(model: nn.Module) -> list[torch.device]:
     return list(dict.fromkeys(each.device for each in model.parameters() if each.device.type == "cuda"))
 
 
-def _times_throttled(quota: CpuQuota | None) -> int:
+def _times_throttled(quota: cgroups.CpuQuota | None) -> int:
     return quota.num_throttled if quota else 0
 
 

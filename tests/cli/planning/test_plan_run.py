@@ -3,8 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from ringweave import topology
 from ringweave.cli import main
 from ringweave.telemetry import EVENTS_FORMAT, EventLog
+from ringweave.topology import Cluster, Device, Nic, Node
 
 RACKS = Path("examples/clusters/two-racks.yaml")
 STARTED = {"format": EVENTS_FORMAT, "command": ["x"], "cluster": "two-racks", "world_size": 8, "cluster_text": ""}
@@ -101,3 +103,25 @@ def test_only_the_last_attempt_counts(log: EventLog, tmp_path: Path, capsys: pyt
         "ringweave: error: measured collectives: 'none', expected at least one schedule_measured event. Let it run "
         f"longer, or train with more than the small messages that the native backend takes. [{tmp_path}/events.jsonl]\n"
     )
+
+
+def test_measured_links_of_a_run_on_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "hosts" / "n0" / "n0" / "1" / "round-1"
+    folder.mkdir(parents=True)
+    nics = {"n0": "lo", "join-1": "relay"}
+    nodes = [
+        Node(name=name, devices=(Device(),), nics=(Nic(name=nic, rate_bytes_per_s=1.25e8),))
+        for name, nic in nics.items()
+    ]
+    (folder / "cluster.yaml").write_text(topology.dumps(Cluster(name="train", nodes=tuple(nodes))))
+    log = EventLog(folder / "events.jsonl", clock=lambda: 1.0)
+    log.write("run_started", **STARTED, attempt=1)
+    rates = {"n0->core": 1.2e8, "join-1->core": 2.5e7}
+    found = {"nodes": ["n0", "join-1"], "switches": ["core"], "rates": rates, "slow": None, "not_searched": None}
+    log.write("network_measured", rank=0, group="0", **found, wall_s=0.8, age_s=0.0)
+    assert main.run_command_line(["plan", "--run", str(tmp_path)]) == 0
+    links = "join-1->core by relay 200Mbit/s, n0->core 960Mbit/s"
+    assert capsys.readouterr().out.strip() == f"links    of group 0, measured by probing: {links}"
+    assert main.run_command_line(["plan", "--run", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["measured"], document["networks"][0]["rates"]) == ([], rates)

@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -169,8 +168,8 @@ def consult_and_survey(phases: list[list[tuple[int, int, int]]]) -> tuple[list[s
 class Scripted:
     """An adviser that has the network surveyed at the second consultation, and then rules another plan, ring first."""
 
-    def __init__(self, where: GroupPlacement, plan: Plan, tuned: Mapping[str, str], estimate: object) -> None:
-        del where, tuned, estimate
+    def __init__(self, where: GroupPlacement, plan: Plan, *known: object) -> None:
+        del where, known
         self.plan, self.rates, self.winners, self.num_rules = plan, {}, {}, 0
 
     def decide(self, report: TuningReport, now_s: float) -> TuningDecision:

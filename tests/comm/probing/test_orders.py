@@ -16,7 +16,7 @@ from ringweave.comm.transport.connect import ChannelListener, open_listeners
 from ringweave.errors import PeerError
 from ringweave.topology.inference.observations import Flow, FlowBatch
 from tests.comm.probing.parts import TOKEN, at_once
-from tests.wire.mutations import mutated
+from tests.rpc.mutations import mutated
 
 PART = RankFlows(number=3, sends_to=[1], receives_from=[1], timing=FlowTiming(), rails=[0])
 FLOW = probe_coordinator.flow_command(PART)

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from torch.distributed import HashStore
 
 from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation, exchange_group_info
-from ringweave.comm.probing import __main__, flows, lookup, measure, probe_coordinator
+from ringweave.comm.probing import __main__, flows, measure, probe_coordinator
 from ringweave.comm.probing.flows import FlowTiming, RankFlows
 from ringweave.comm.probing.network_measurement import MeasurementCache, NetworkMeasurement, measurement_from_json
 from ringweave.comm.transport.connect import open_listeners
@@ -199,10 +199,12 @@ def test_a_rank_that_leaves_is_named(pair: Any) -> None:
 def test_nothing_is_measured_where_there_is_a_file_or_no_network_or_nobody_wants_it() -> None:
     store, members = HashStore(), group(2)[0]
     for environment in (WorkerEnvironment(cluster_path=Path("x")), WorkerEnvironment(probes=False)):
-        assert lookup.measurement_for_group(store, members, SOON, environment) is None
-    assert lookup.measurement_for_group(store, group(1, 2)[0], SOON, WorkerEnvironment()) is None
+        assert measure.measurement_for_group(store, members, SOON, environment) is None
+    assert measure.measurement_for_group(store, group(1, 2)[0], SOON, WorkerEnvironment()) is None
     assert WorkerEnvironment.from_environ({"RINGWEAVE_PROBE": "never"}).probes is False
     assert WorkerEnvironment(probes=False).to_environ() == {"RINGWEAVE_PROBE": "never"}
+    assert WorkerEnvironment(probes_described=True).to_environ() == {"RINGWEAVE_PROBE": "always"}
+    assert WorkerEnvironment.from_environ({"RINGWEAVE_PROBE": "always"}).probes_described
 
 
 @pytest.mark.slow
@@ -211,7 +213,7 @@ def test_what_is_measured_is_told_of_and_kept_on_every_node(tmp_path: Path) -> N
     caches = [MeasurementCache(tmp_path / member.own_info.location.node) for member in ranks]
     got = at_once(
         *(
-            lambda m=member, c=cache: lookup.find_or_measure(store, m, SOON, cache=c, report_status=said.append)
+            lambda m=member, c=cache: measure.find_or_measure(store, m, SOON, cache=c, report_status=said.append)
             for member, cache in zip(ranks, caches, strict=True)
         )
     )
@@ -228,13 +230,13 @@ def test_what_is_measured_is_told_of_and_kept_on_every_node(tmp_path: Path) -> N
 
 
 def test_where_it_is_measured_the_user_is_told_on_the_error_stream(capsys: pytest.CaptureFixture[str]) -> None:
-    lookup._print_status("measuring")
+    measure._print_status("measuring")
     assert capsys.readouterr() == ("", "ringweave: measuring\n")
 
 
 @pytest.mark.parametrize(("num_nodes", "least_s", "most_s"), [(2, 0.5, 2), (8, 12, 25), (16, 25, 60), (5000, 15, 30)])
 def test_how_long_measuring_takes_is_known_about(num_nodes: int, least_s: float, most_s: float) -> None:
-    effort = lookup._FULL_EFFORT if num_nodes <= lookup._MAX_NODES_FULL else lookup._BRIEF_EFFORT
+    effort = measure._FULL_EFFORT if num_nodes <= measure._MAX_NODES_FULL else measure._BRIEF_EFFORT
     assert least_s <= measure.predicted_survey_s(num_nodes, effort) <= most_s
 
 
@@ -248,14 +250,14 @@ def test_what_is_cached_is_not_measured_again(tmp_path: Path) -> None:
     ranks = group(2)
     cache.put(measure.group_hosts(ranks[0]), FOUND)
     got = at_once(
-        *(lambda m=m: lookup.find_or_measure(store, m, SOON, cache=cache, clock=lambda: 1001.0) for m in ranks)
+        *(lambda m=m: measure.find_or_measure(store, m, SOON, cache=cache, clock=lambda: 1001.0) for m in ranks)
     )
     assert got == [FOUND, None]
 
 
 def test_a_job_goes_on_if_its_network_cannot_be_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        found = lookup.find_or_measure(
+        found = measure.find_or_measure(
             HashStore(), group(2)[0], timedelta(seconds=0.2), cache=MeasurementCache(tmp_path)
         )
     assert found is None

@@ -12,7 +12,7 @@ from ringweave.comm.transport import connect
 from ringweave.comm.transport.connect import ConnectionManager, open_listeners
 from ringweave.comm.transport.interface import MismatchError
 from ringweave.comm.transport.sockets import TcpConnection
-from tests.wire.mutations import mutated
+from tests.rpc.mutations import mutated
 
 TOKEN = b"0123456789abcdef"
 TAG = 7 << 32 | 5

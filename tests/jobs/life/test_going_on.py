@@ -58,6 +58,31 @@ def test_of_a_node_that_fails_again_and_again_the_last_ends_are_kept() -> None:
     assert [each.text for each in known.history] == [f"end {attempt}" for attempt in range(31, 131)]
 
 
+@pytest.mark.parametrize(("lived_s", "delays_s"), [(0.5, [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]), (11.0, [0.0] * 7)])
+def test_a_node_that_fails_soon_again_and_again_waits_longer_each_time(lived_s: float, delays_s: list[float]) -> None:
+    place = running(*THREE, least=6, max_retries=1000)
+    found = []
+    for attempt in range(1, 8):
+        place.pass_time(lived_s)
+        lives.settle(place)
+        place.end_group((1, attempt), EndCause.PLATFORM, "its agent was killed")
+        lives.settle(place)
+        ended_s = place.clock_s
+        place.pass_time(0.0)  # it is gone
+        lives.settle(place)
+        while (1, attempt + 1) not in place.groups:
+            assert f"{record_of(place).nodes[1].reason}".startswith("starts again within half a minute")
+            requests = [each.at_s for each in lives.look(place) if isinstance(each, records.RequeueAt)]
+            assert requests == [record_of(place).nodes[1].restarts.due_s]
+            place.pass_time(requests[0] - place.clock_s)
+            lives.settle(place)
+        found.append(place.clock_s - ended_s)
+        while place.groups[1, attempt + 1].phase is not GroupPhase.RUNNING:
+            place.pass_time(0.0)
+            lives.settle(place)
+    assert found == delays_s
+
+
 def test_with_too_few_left_all_begin_again_as_in_any_job() -> None:
     place = running(*THREE, least=6, max_retries=2)
     place.end_group((1, 1), EndCause.PLATFORM, "its agent was killed")

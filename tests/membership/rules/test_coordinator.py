@@ -7,14 +7,17 @@ from ringweave import rpc
 from ringweave.membership import membership_records
 from ringweave.membership.election import Rejoin
 from ringweave.membership.failure_detector import FailureDetector
-from ringweave.membership.member_rules import (
+from ringweave.membership.membership_records import (
     BeginGeneration,
+    GenerationProposal,
+    MemberDirective,
     MemberRules,
+    Membership,
+    MemberStatus,
     PauseTraining,
     StopTraining,
     resolve_reduction,
 )
-from ringweave.membership.membership_records import GenerationProposal, MemberDirective, Membership, MemberStatus
 from ringweave.membership.messages import WatchUpdate
 from tests.membership.rules.table import Table, holder
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from ringweave.membership.member_rules import MemberRules, StopTraining
-from ringweave.membership.membership_records import MemberStatus
+from ringweave.membership.membership_records import MemberRules, MemberStatus, StopTraining
 from tests.membership.rules.table import Table, holder
 
 

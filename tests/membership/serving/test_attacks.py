@@ -15,10 +15,10 @@ from tests.membership.serving.asking import CALL_S, count
 from tests.membership.serving.test_mutated import RIGHT
 from tests.membership.test_agent import Still
 from tests.polling import wait_until
-from tests.wire.mutations import send_damaged
-from tests.wire.parts import frame
-from tests.wire.processes import serving
-from tests.wire.strangers import authority_and_expired, check_turned_away, refused, strangers
+from tests.rpc.mutations import send_damaged
+from tests.rpc.parts import frame
+from tests.rpc.processes import serving
+from tests.rpc.strangers import authority_and_expired, check_turned_away, refused, strangers
 
 pytestmark = pytest.mark.slow
 

@@ -27,7 +27,7 @@ from ringweave.membership.service import CoordinatorService
 from ringweave.membership.settings import MemberBounds, MembershipSettings
 from ringweave.rpc.channel import RpcChannel
 from ringweave.rpc.server import MemoryBudget, PeerSession
-from tests.wire.parts import packed
+from tests.rpc.parts import packed
 
 MEMBERS = ("0.0", "1.0")
 STANDINGS = tuple(MemberStatus(member=each, has_state=True, committed=3, address="127.0.0.1 9") for each in MEMBERS)

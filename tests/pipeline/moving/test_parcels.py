@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ringweave.errors import TrainingError
 from ringweave.pipeline import migration
-from tests.wire.mutations import mutated
+from tests.rpc.mutations import mutated
 
 HEADER = {"error": "", "parts": {"parameter a": {"shape": [2], "dtype": "float32"}}, "facts": {}}
 

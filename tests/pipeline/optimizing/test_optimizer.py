@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ringweave.errors import TrainingError
-from ringweave.pipeline.block_store import BlockStore
+from ringweave.pipeline.model_blocks import BlockStore
 from ringweave.pipeline.optimizer import BlockOptimizers
 
 HOST = torch.device("cpu")

@@ -7,7 +7,7 @@ import torch
 
 from ringweave.errors import UsageError
 from ringweave.pipeline.profiling import BlockCost, Profile, StageLink, partition, predict, transfer_mode
-from ringweave.pipeline.runtime import boundary_formats
+from ringweave.pipeline.runtime import boundaries
 from ringweave.sim import pipeline_schedules
 from ringweave.sim.pipeline_simulation import Overheads
 from ringweave.testing.ranks import run_ranks
@@ -133,7 +133,7 @@ def test_a_format_moves_the_cut_over_a_thin_link_and_its_coding_is_part_of_the_s
     order = pipeline_schedules.generate_pipeline_schedule("1f1b-overlap", 2, 16)
     for wire, coding_s in (("exact", 0.0), ("bf16", 0.002), ("int8", 0.004)):
         costs = a_profile(((0.02, 0.01),) * 4).blocks
-        sizes = [boundary_formats.message_bytes(wire, (64, features), torch.float32) for features in (512, 32, 512, 1)]
+        sizes = [boundaries.message_bytes(wire, (64, features), torch.float32) for features in (512, 32, 512, 1)]
         coded = Profile(
             blocks=tuple(
                 replace(cost, forward_bytes=size, backward_bytes=size, coding_s=(coding_s, coding_s))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ringweave.errors import DisagreementError
-from ringweave.pipeline.runtime import boundary_formats
+from ringweave.pipeline.runtime import boundaries
 from ringweave.pipeline.runtime.boundaries import Boundary, TensorMeta
 
 SHAPES = [(8, 16, 32), (5, 3, 7, 4), (24, 16), (50,)]
@@ -31,7 +31,7 @@ def by_channel(values: Tensor) -> Tensor:
 
 def sent(wire: str, values: Tensor) -> Tensor:
     received = torch.full_like(values, 7.0)
-    boundary_formats.decode(wire, boundary_formats.encode(wire, values), received)
+    boundaries.decode(wire, boundaries.encode(wire, values), received)
     return received
 
 
@@ -40,7 +40,7 @@ def sent(wire: str, values: Tensor) -> Tensor:
 def test_the_error_of_int8_is_half_a_scale_of_its_own_channel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for seed in range(20):
         values = values_of(shape, seed).to(dtype)
-        if boundary_formats.format_of("int8", shape, dtype) != "int8":
+        if boundaries.format_of("int8", shape, dtype) != "int8":
             pytest.skip("two bytes a value are too few to save any")
         rows, received = by_channel(values.double()), by_channel(sent("int8", values).double())
         scale = (rows.amax(1) - rows.amin(1)) / LEVELS
@@ -75,7 +75,7 @@ def test_a_channel_with_an_odd_value_is_nan_throughout_and_others_are_not(odd: f
 
 def test_tensors_travel_in_the_smallest_format_that_is_allowed() -> None:
     def formats(shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
-        return [boundary_formats.format_of(wire, shape, dtype) for wire in ("exact", "bf16", "int8")]
+        return [boundaries.format_of(wire, shape, dtype) for wire in ("exact", "bf16", "int8")]
 
     assert formats((64, 32), torch.float32) == ["exact", "bf16", "int8"]
     assert formats((64, 32), torch.float16) == ["exact", "exact", "int8"]
@@ -84,34 +84,34 @@ def test_tensors_travel_in_the_smallest_format_that_is_allowed() -> None:
     assert formats((2, 4), torch.float32) == ["exact"] * 3
     assert formats((0, 4), torch.float32) == formats((), torch.float32) == ["exact"] * 3
     exact = torch.ones(2, 4)
-    assert boundary_formats.encode("int8", exact) is exact
-    assert boundary_formats.empty_message("int8", exact) is None
+    assert boundaries.encode("int8", exact) is exact
+    assert boundaries.empty_message("int8", exact) is None
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_messages_have_the_bytes_that_plans_count(shape: tuple[int, ...], wire: str) -> None:
     values = values_of(shape) if len(shape) > 1 else torch.randn(shape)
-    message = boundary_formats.encode(wire, values)
-    assert message.nbytes == boundary_formats.message_bytes(wire, shape, torch.float32)
+    message = boundaries.encode(wire, values)
+    assert message.nbytes == boundaries.message_bytes(wire, shape, torch.float32)
     form, ids = (
         TensorMeta.from_tensor(values.requires_grad_()),
         TensorMeta.from_tensor(torch.zeros(9, dtype=torch.int64)),
     )
-    assert boundary_formats.boundary_bytes(wire, Boundary((form, ids))) == (message.nbytes + 72, message.nbytes)
+    assert boundaries.boundary_bytes(wire, Boundary((form, ids))) == (message.nbytes + 72, message.nbytes)
 
 
 def test_sizes_of_messages_by_hand() -> None:
-    assert boundary_formats.message_bytes("int8", (8, 16, 32), torch.float32) == HEADER_BYTES + 8 * 32 + 8 * 16 * 32
-    assert boundary_formats.message_bytes("int8", (5, 3, 7, 4), torch.float32) == HEADER_BYTES + 8 * 3 + 5 * 3 * 7 * 4
-    assert boundary_formats.message_bytes("bf16", (24, 16), torch.float32) == HEADER_BYTES + 2 * 24 * 16
-    assert boundary_formats.message_bytes("exact", (24, 16), torch.float32) == 4 * 24 * 16
+    assert boundaries.message_bytes("int8", (8, 16, 32), torch.float32) == HEADER_BYTES + 8 * 32 + 8 * 16 * 32
+    assert boundaries.message_bytes("int8", (5, 3, 7, 4), torch.float32) == HEADER_BYTES + 8 * 3 + 5 * 3 * 7 * 4
+    assert boundaries.message_bytes("bf16", (24, 16), torch.float32) == HEADER_BYTES + 2 * 24 * 16
+    assert boundaries.message_bytes("exact", (24, 16), torch.float32) == 4 * 24 * 16
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_mutated_messages_are_refused_by_name_and_nothing_is_written(wire: str) -> None:
     values, rng = values_of((24, 16)), random.Random(3)
-    message, received = boundary_formats.encode(wire, values), torch.zeros(24, 16)
+    message, received = boundaries.encode(wire, values), torch.zeros(24, 16)
     names = set()
     for _ in range(4000):
         changed = message.clone()
@@ -125,7 +125,7 @@ def test_mutated_messages_are_refused_by_name_and_nothing_is_written(wire: str) 
             for place in places:
                 changed[place] ^= rng.randrange(1, 256)
         with pytest.raises(DisagreementError, match="message between stages") as caught:
-            boundary_formats.decode(wire, changed, received)
+            boundaries.decode(wire, changed, received)
         names.add(str(caught.value).split(":")[0])
     assert names == {
         "bytes of a message between stages",
@@ -138,16 +138,16 @@ def test_mutated_messages_are_refused_by_name_and_nothing_is_written(wire: str) 
 
 
 def test_messages_for_another_form_are_refused() -> None:
-    message = boundary_formats.encode("int8", values_of((24, 16)))
+    message = boundaries.encode("int8", values_of((24, 16)))
     with pytest.raises(DisagreementError) as caught:
-        boundary_formats.decode("int8", message, torch.zeros(16, 24), where="stage 1, forward of microbatch 2")
+        boundaries.decode("int8", message, torch.zeros(16, 24), where="stage 1, forward of microbatch 2")
     assert str(caught.value) == (
         "bytes of a message between stages: 536, expected 600 for int8 of shape (16, 24). Run the same script and "
         "version of ringweave on all ranks; if they are the same, look for a faulty link. "
         "[stage 1, forward of microbatch 2]"
     )
-    same_size = boundary_formats.encode("bf16", values_of((16, 24)))
+    same_size = boundaries.encode("bf16", values_of((16, 24)))
     with pytest.raises(DisagreementError, match="message between stages, values of a channel: 16, expected 24"):
-        boundary_formats.decode("bf16", same_size, torch.zeros(24, 16))
+        boundaries.decode("bf16", same_size, torch.zeros(24, 16))
     with pytest.raises(DisagreementError, match="bytes of a message between stages"):
-        boundary_formats.decode("bf16", same_size.view(torch.int8), torch.zeros(16, 24))
+        boundaries.decode("bf16", same_size.view(torch.int8), torch.zeros(16, 24))

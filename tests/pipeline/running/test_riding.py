@@ -3,7 +3,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ringweave.pipeline.runtime.process_groups import sum_with_piggyback
+from ringweave.pipeline.stage_layout import sum_with_piggyback
 
 
 class Twice:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from ringweave import cost, topology
 from ringweave.planning import Plan
-from ringweave.planning.autotune.link_survey import LinkSurvey
+from ringweave.planning.autotune.link_survey import LinkSurvey, SurveyHistory
 from ringweave.planning.autotune.tuner import Autotuner, GroupPlacement
 from ringweave.planning.autotune.tuning_messages import TuningDecision, TuningReport, message_class
 from ringweave.schedules import NATIVE
@@ -24,14 +24,16 @@ class World:
         noise: float = 0.0,
         tuned: Mapping[str, str] | None = None,
         probed: Mapping[str, float] | None = None,
+        history: SurveyHistory | None = None,
     ) -> None:
         cluster = topology.loads(text)
         nodes = tuple(node.name for node in cluster.nodes for _ in node.devices)
         self.where = GroupPlacement(cluster=cluster, nodes=nodes, rates=probed or {})
-        self.plan = self.where.plan({})
+        known = self.where.rates_of_links(history.rates) if history else {}
+        self.plan = self.where.plan(known)
         self.estimates: dict[str, float] = {}
         self.num_estimates = 0
-        self.adviser = Autotuner(self.where, self.plan, tuned, self._estimate)
+        self.adviser = Autotuner(self.where, self.plan, tuned, self._estimate, history, known)
         self.rates: dict[str, float] = {}
         self.host_factor = 1.1
         self.compute_s = 0.0

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ringweave import topology
+from ringweave.planning.autotune.link_survey import SurveyHistory
 from ringweave.planning.autotune.tuner import (
     MAX_AGE_S,
     MAX_PERIOD,
@@ -218,7 +219,7 @@ def test_no_link_is_believed_to_be_faster_than_a_cluster_file_says() -> None:
     world.rates = dict.fromkeys(NIC, 100e6) | {name: 50e6 for name in TRUE if name not in NIC}
     for _ in range(60):
         world.step()
-    assert world.num_surveys > 0
+    assert world.num_surveys == 0
     assert world.of_kind("plan_changed") == []
     assert world.adviser.rates == {}
 
@@ -243,6 +244,49 @@ def test_a_job_that_slows_itself_down_is_surveyed_less_and_less() -> None:
     assert world.of_kind("plan_changed") == []
     assert world.num_surveys >= 2
     assert world.num_surveys * 1.0 <= 0.02 * world.now_s + 4
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_groups_that_follow_each_other_share_a_history_of_surveys(is_shared: bool) -> None:
+    """Each group slows itself down after 20 collectives; alone, each of them would be surveyed."""
+    history, now_s, num_surveys = SurveyHistory(), 0.0, 0
+    for _ in range(20):
+        world = World(tuned={message_class(SIZE): "ring"}, history=history if is_shared else None)
+        world.now_s = now_s
+        for _ in range(20):
+            world.step()
+        honest = world.seconds
+        world.seconds = lambda name, num_bytes, honest=honest: 1.6 * honest(name, num_bytes)  # type: ignore[method-assign]
+        for _ in range(20):
+            world.step()
+        now_s, num_surveys = world.now_s, num_surveys + world.num_surveys
+    assert num_surveys <= 0.02 * now_s + 4 if is_shared else num_surveys == 20
+
+
+def test_the_next_group_begins_with_the_slow_links_that_this_one_has_found_and_notes_when_that_is_over() -> None:
+    first = World(history=(history := SurveyHistory()))
+    for _ in range(40):
+        first.step()
+    cut(first)
+    steps_until_changed(first)
+    assert set(history.rates) == set(NIC)
+    second = World(history=history)
+    second.now_s = first.now_s
+    assert (str(second.plan), second.adviser.rates) == (str(first.plan), first.adviser.rates)
+    cut(second)
+    for _ in range(40):
+        second.step()
+    assert second.of_kind("plan_changed") == []
+    second.rates = {}
+    steps_until_changed(second, most=2000)
+    assert (second.adviser.rates, history.rates) == ({}, {})
+    assert str(second.plan) == str(World().plan)
+
+
+def test_rates_of_links_that_a_group_does_not_have_are_left_out() -> None:
+    rates = {"a-1->core": 1e6, "b-1->core": 2e6}
+    assert World().where.rates_of_links(rates) == {"a-1->core": 1e6}
+    assert World("name: one\nnodes: [{name: a-1, nic: 1Gbit/s, devices: 2}]\n").where.rates_of_links(rates) == {}
 
 
 def test_a_slow_link_is_looked_at_now_and_then_even_if_nothing_shows() -> None:

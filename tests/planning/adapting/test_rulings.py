@@ -12,7 +12,7 @@ from ringweave.planning.autotune.tuning_messages import (
     TuningDecision,
     TuningReport,
 )
-from tests.wire.mutations import mutated
+from tests.rpc.mutations import mutated
 
 
 def combined(*reports: TuningReport) -> TuningReport:

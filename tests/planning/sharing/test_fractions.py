@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from ringweave import cost, topology
 from ringweave.planning import chunk_shares
 from ringweave.planning.chunk_shares import LeaderFractions, ShareTree, linear_program
-from ringweave.planning.chunk_shares.fractions import fill_shares
 from ringweave.planning.chunk_shares.share_tree import MessagePart, busiest_link_s_per_byte, find_symmetry_classes
+from ringweave.planning.chunk_shares.stripes import fill_shares
 from ringweave.topology import Cluster
 from tests import effort
 from tests.cost.trees import flat, node, random_trees

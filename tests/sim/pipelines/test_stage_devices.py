@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringweave.errors import ScheduleError, UsageError
-from ringweave.sim import stage_devices
+from ringweave.sim import pipeline_simulation
 from ringweave.sim.pipeline_schedules import PIPELINE_SCHEDULES, TRANSFER_MODES, generate_pipeline_schedule
-from ringweave.sim.pipeline_simulation import PipelineTimeline, StageTimes, simulate_pipeline
-from ringweave.sim.stage_devices import StageDevices
+from ringweave.sim.pipeline_simulation import PipelineTimeline, StageDevices, StageTimes, simulate_pipeline
 
 
 @st.composite
@@ -30,7 +29,7 @@ def placed(draw):
         )
         counts = [b - a for a, b in itertools.pairwise((0, *cuts, samples))]
         pairs = zip(order[first : first + width], counts, strict=True)
-        stages.append(tuple(stage_devices.DeviceShare(*pair) for pair in pairs))
+        stages.append(tuple(pipeline_simulation.DeviceShare(*pair) for pair in pairs))
         first += width
     return StageDevices(tuple(stages))
 
@@ -42,7 +41,7 @@ def test_devices_print_and_parse_back(devices):
 
 @given(placed())
 def test_every_sample_arrives_once(devices):
-    stage_devices.verify_pieces(devices)
+    pipeline_simulation.verify_pieces(devices)
     for link in range(devices.num_stages - 1):
         pieces = [piece for piece in devices.pieces if piece.link == link]
         assert sum(piece.num_samples for piece in pieces) == devices.num_samples
@@ -67,7 +66,7 @@ def test_a_changed_piece_fails_the_proof(devices, rng: random.Random, change):
     else:
         pieces[at] = piece._replace(dst=piece.src)
     with pytest.raises(ScheduleError, match="pieces between stages"):
-        stage_devices.verify_pieces(devices, pieces)
+        pipeline_simulation.verify_pieces(devices, pieces)
 
 
 @pytest.mark.parametrize(

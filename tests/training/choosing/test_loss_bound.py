@@ -1,14 +1,17 @@
 """Mode and wire format within a bound on the loss: what is taken on which cluster, and what the reason says."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from ringweave.environment import WorkerEnvironment
 from ringweave.jobs import modes
 from ringweave.planning.loss_table import LOCAL_SETTINGS, LossIncrease, LossTable
-from ringweave.training import Local
+from ringweave.training import Asynchronous, Local, preparation
 from ringweave.training.mode_choice import forecast
 from ringweave.training.mode_choice.forecast import BoundedChoice, LossBound
+from ringweave.training.options import Script
 
 BALANCED = (modes.BALANCED, "as ever", None)
 MB = 10**6
@@ -104,6 +107,12 @@ def test_rounds_of_other_lengths_follow_from_the_measured_one(fixed: int, round_
     assert found.step_s == pytest.approx(expected_s)
 
 
+def test_in_an_epoch_the_first_round_has_no_exchange_and_the_end_has_one_of_all() -> None:
+    reports = [{**each, "num_samples": 8 * each["batch_samples"]} for each in two_sites(round_s=1.5 + 3 * 1.26)]
+    found = forecast.forecast_sites(reports, ((0, 1, 2, 3), (4, 5, 6, 7)), Local(inner_steps=4), 500)
+    assert 8 * found.step_s == pytest.approx(1.26 + 7 * 1.5 + 4 * 0.57)
+
+
 def test_settings_or_sites_that_were_not_measured_are_not_taken() -> None:
     bound = replace(OPEN, max_increase=0.04, local=Local(outer_lr=1.0))
     assert (
@@ -153,3 +162,33 @@ def test_rings_count_by_the_loss_that_they_cost(bound: float, mode: str) -> None
     )
     assert (found.mode, found.rings, found.wire) == (mode, rings if mode == "ps-hra" else None, "exact")
     assert f"loss +0.00% to +2.00% (measured on other tasks){'' if mode == 'ps-hra' else ', too much'}" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("mode", "wire", "is_said"), [("auto", "exact", True), ("local", "auto", True), ("local", "int8", False)]
+)
+def test_an_elastic_job_says_that_it_chooses_nothing_within_a_bound(mode: str, wire: str, is_said: bool) -> None:
+    none: Any = None
+    script = Script(
+        model=none,
+        optimizer=none,
+        loader=none,
+        spec=none,
+        seed=0,
+        mode=mode,
+        reduction="mean",
+        max_samples=None,
+        ddp={},
+        settings=Asynchronous(),
+        extra_state={},
+        on_failure="drop",
+        wire=wire,
+        max_loss_increase=0.01,
+    )
+    found, reason = preparation._without_choice(script, "first reason", WorkerEnvironment.from_environ({}))
+    text = (
+        "; an elastic job chooses neither mode nor wire format within a bound on the loss: name them (--mode local, "
+        "--wire int8), or leave --elastic out"
+    )
+    assert reason == "first reason" + text * is_said
+    assert found.wire == ("exact" if wire == "auto" else wire)

@@ -18,8 +18,8 @@ from ringweave.rpc.state_transfer import DescribeState, StateDescription, StateS
 from ringweave.training.elastic import training_state
 from ringweave.training.elastic.training_state import TrainingState
 from tests.fakes.plaintext import PlaintextAuthentication
+from tests.rpc.mutations import mutated
 from tests.training.elastic.test_state import OPTIMIZERS, trained
-from tests.wire.mutations import mutated
 
 Buffers = dict[str, bytes]
 

@@ -15,9 +15,9 @@ from ringweave.rpc.state_transfer import DescribeState, StateDescription, StateS
 from ringweave.training.elastic import member_process
 from tests.fakes.elastic_job import ElasticJob
 from tests.polling import wait_until
+from tests.rpc.strangers import authority_and_expired, check_turned_away, refused, strangers
 from tests.training.elastic import elastic_functions
 from tests.training.rings.elastic import ring_functions
-from tests.wire.strangers import authority_and_expired, check_turned_away, refused, strangers
 
 
 def test_strangers_are_refused_and_logged_and_members_read_on(tmp_path: Path) -> None:

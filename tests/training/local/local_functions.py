@@ -1,9 +1,10 @@
 """Training in sites, run by real processes."""
 
 import itertools
-import time
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,14 +36,38 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Sequence[Ten
     optimizer.step()
 
 
-def train(made: Any, num_epochs: int, pause_s: float = 0.0) -> int:
-    """Train so many epochs; return the steps of this rank."""
+class ThreadClock(threading.local):
+    """Clock of mode `local` in this process: each thread has its own, which only its work moves on."""
+
+    now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+CLOCK = ThreadClock()
+
+
+def use_virtual_time(exchange_s: float = 0.0) -> None:
+    """Let inner steps take the time that `train` is told, and each exchange between sites this one."""
+    outer_steps.time = CLOCK
+    gather = dist.all_gather
+
+    def timed_gather(*args: Any, **settings: Any) -> None:
+        gather(*args, **settings)
+        CLOCK.now_s += exchange_s
+
+    outer_steps.dist = SimpleNamespace(**{**vars(dist), "all_gather": timed_gather})
+
+
+def train(made: Any, num_epochs: int, step_s: float = 0.0) -> int:
+    """Train so many epochs, with so much virtual time for each step; return the steps of this rank."""
     model, optimizer, loader = made
     steps = 0
     for _ in range(num_epochs):
         for batch in loader:
             step(model, optimizer, batch)
-            time.sleep(pause_s)
+            CLOCK.now_s += step_s
             steps += 1
     return steps
 
@@ -108,33 +133,33 @@ def alone(samples: Sequence[Sequence[int]], adam: bool = False, factor: float = 
 
 def unequal_sites(num_epochs: int, settings: Local) -> tuple[list[int], list[bool], list[float]]:
     """(inner steps of this rank in each epoch, accounts are exact, weights); the last rank is slow."""
+    use_virtual_time()
     prepared = ringweave.prepare(*make(num_samples=240), mode="local", local=settings)
-    pause_s = 0.03 if dist.get_rank() == dist.get_world_size() - 1 else 0.01
+    step_s = 0.03 if dist.get_rank() == dist.get_world_size() - 1 else 0.01
     steps, exact = [], []
     for _ in range(num_epochs):
-        steps.append(train(prepared, 1, pause_s))
+        steps.append(train(prepared, 1, step_s))
         exact.append(prepared[2].account.is_exact)
     return steps, exact, weights_of(prepared[0]).tolist()
 
 
-def derived_inner_steps(settings: Local) -> list[int]:
+def derived_inner_steps(settings: Local, exchange_s: float, step_s: float) -> list[int]:
     """Inner steps of each round, as they were decided."""
+    use_virtual_time(exchange_s)
     outer_steps.FIRST_INNER_STEPS = 64
-    prepared = ringweave.prepare(*make(num_samples=3600), mode="local", local=settings)
+    prepared = ringweave.prepare(*make(num_samples=1800), mode="local", local=settings)
     rounds = prepared[2].source.membership.rounds
     found = [rounds.split.inner_steps]
     rounds._record = lambda done: found.append(done.next_inner_steps)
-    train(prepared, 1, 0.01)
+    train(prepared, 1, step_s)
     return found
 
 
 def save_or_resume(folder: Path, settings: Local, stops_in: tuple[int, int] | None, resumes: bool) -> dict[str, Any]:
     """Train three epochs, with a checkpoint asked for at each step; return what the training ends with."""
     RoundSplit.with_measured = lambda self, *_: self  # measured speeds differ from run to run
-    assert settings.sites is not None
-    own_site = next(site for site in settings.sites if dist.get_rank() in site)
     model, optimizer, loader = ringweave.prepare(
-        *make(num_samples=96, adam=True), mode="local", local=settings, max_samples=6 // len(own_site)
+        *make(num_samples=96, adam=True), mode="local", local=settings, max_samples=12 // dist.get_world_size()
     )
     checkpoints = ringweave.Checkpoints(folder, keep=100, model=model, optimizer=optimizer, loader=loader)
     done = checkpoints.load() if resumes else checkpoints.clear()

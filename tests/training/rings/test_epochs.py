@@ -8,7 +8,7 @@ from ringweave.environment import EVENTS
 from ringweave.param_server.messages import ServerStatus
 from ringweave.telemetry.events import read_events
 from ringweave.testing.ranks import Ranks
-from tests.params.ring.test_rings import TIMEOUT_S, serving
+from tests.param_server.ring.test_rings import TIMEOUT_S, serving
 from tests.training.rings import ring_training
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT_S)]

@@ -10,7 +10,7 @@ from ringweave.testing.ranks import Ranks
 from ringweave.training import preparation
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.options import Asynchronous
-from ringweave.training.rings import server_job
+from ringweave.training.rings import ring_formation
 from ringweave.training.rings.ring_formation import RingFormation
 
 
@@ -48,23 +48,23 @@ def said(*rates: float | None) -> list[dict]:
 
 def test_rings_that_were_formed_for_stalls_follow_speeds_too_and_stay_as_many():
     pairs = ((0, 1), (2, 3), (4, 5), (6, 7))
-    formed = server_job.form_initial_rings("ps-hra", Asynchronous(), [1.0] * 8, said(*[None] * 8), pairs)
+    formed = ring_formation.form_initial_rings("ps-hra", Asynchronous(), [1.0] * 8, said(*[None] * 8), pairs)
     assert formed == RingFormation(rings=pairs, follows_speeds=True, num_rings=4)
 
 
 def test_rings_by_speed_follow_speeds_and_their_number_too():
-    formed = server_job.form_initial_rings("ps-hra", Asynchronous(), [1.0, 1.0, 0.25, 0.25], said(*[None] * 4))
+    formed = ring_formation.form_initial_rings("ps-hra", Asynchronous(), [1.0, 1.0, 0.25, 0.25], said(*[None] * 4))
     assert formed == RingFormation(rings=((0, 1), (2, 3)), follows_speeds=True, num_rings=None)
-    formed = server_job.form_initial_rings("ps-hra", Asynchronous(rings=2), [1.0] * 4, said(*[None] * 4))
+    formed = ring_formation.form_initial_rings("ps-hra", Asynchronous(rings=2), [1.0] * 4, said(*[None] * 4))
     assert formed == RingFormation(rings=((0, 1), (2, 3)), follows_speeds=True, num_rings=2)
 
 
 def test_rings_by_links_and_rings_of_one_stay_as_they_are():
     by_links = ((0, 1, 2), (3,))
-    assert not server_job.form_initial_rings(
+    assert not ring_formation.form_initial_rings(
         "ps-hra", Asynchronous(), [1.0] * 4, said(50e6, 50e6, 50e6, 5e6), by_links
     ).follows_speeds
-    assert not server_job.form_initial_rings("ps", Asynchronous(), [1.0] * 2, said(None, None)).follows_speeds
+    assert not ring_formation.form_initial_rings("ps", Asynchronous(), [1.0] * 2, said(None, None)).follows_speeds
 
 
 def test_a_model_that_is_larger_than_a_message_is_refused():
@@ -72,4 +72,4 @@ def test_a_model_that_is_larger_than_a_message_is_refused():
         model = nn.Linear(1 << 14, (1 << 14) + 1, bias=False)
     text = r"^parameters in rings: '1073807360 bytes', expected at most 1073741824, which a ring pushes in one mes"
     with pytest.raises(TrainingError, match=text):
-        server_job.build_server_setup(model, torch.optim.SGD(model.parameters(), lr=1.0), ((0,),), Asynchronous())
+        ring_formation.build_server_setup(model, torch.optim.SGD(model.parameters(), lr=1.0), ((0,),), Asynchronous())

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ringweave.testing.ranks import Ranks
-from tests.params.ring.test_rings import TIMEOUT_S, serving
+from tests.param_server.ring.test_rings import TIMEOUT_S, serving
 from tests.training.rings import ring_training
 from tests.training.training_functions import Case
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from ringweave.comm import peer_data
-from ringweave.comm.probing import lookup
+from ringweave.comm.probing import measure
 from ringweave.comm.probing.network_measurement import NetworkMeasurement
 from ringweave.errors import RingweaveError
 from ringweave.files import file_io
@@ -49,10 +49,10 @@ def _find_measurement(rounds: int | None, max_age_s: float | None) -> NetworkMea
     """Return the measurement, on rank 0."""
     store, rank, world_size = peer_data.connect_store(os.environ)
     effort = SurveyLimits(num_rounds=rounds)
-    measurement = lookup.measure_job_network(
+    measurement = measure.measure_job_network(
         store, rank, world_size, effort=effort, max_age_s=max_age_s, on_progress=_show_progress
     )
-    peer_data.exchange_texts(store, "done", rank, world_size, lookup.JOB_TIMEOUT)
+    peer_data.exchange_texts(store, "done", rank, world_size, measure.JOB_TIMEOUT)
     return measurement
 
 

@@ -113,9 +113,7 @@ _ECHO_BYTES = 8
 _ECHO_TIMEOUT_S = 10.0
 
 
-def measure_latency(
-    probers: GroupInfo, peer: int, number: int, clock: Callable[[], float] = time.perf_counter
-) -> float:
+def measure_latency(probers: GroupInfo, peer: int, number: int) -> float:
     """Return seconds of a small message to `peer`: half of the median round trip.
 
     Raises:
@@ -124,11 +122,11 @@ def measure_latency(
     seconds = []
     with connect_prober(probers, peer, ProbeConnectionKind.ECHO, number, _ECHO_TIMEOUT_S) as sock:
         for _ in range(_NUM_WARM_UP_ECHOES + _NUM_ECHOES):
-            started = clock()
+            started = time.perf_counter()
             sock.sendall(bytes(_ECHO_BYTES))
             if len(sock.recv(_ECHO_BYTES, socket.MSG_WAITALL)) < _ECHO_BYTES:
                 raise ConnectionResetError("connection closed by peer")
-            seconds.append(clock() - started)
+            seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[_NUM_WARM_UP_ECHOES:]) / 2
 
 

@@ -136,11 +136,12 @@ class Tunnel:
             except OSError:
                 return known, None
         try:
-            door = socket.create_server((host, port), backlog=_BACKLOG)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            door = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except OSError as error:  # others reach a name, or an address of a gateway, by another address of this machine
             if error.errno == errno.EADDRINUSE:
                 raise
-            door = socket.create_server(("", port), backlog=_BACKLOG)
+            door = ports.listen_on_all(port, backlog=_BACKLOG)
         listener = ports.defer_accept(listen_on_loopback())
         self._store_doors[host, port] = store_port = listener.getsockname()[1]
         self.open_door(door, (LOOPBACK, store_port))

@@ -6,6 +6,7 @@ stay undecided until it is done. When one is due follows from decisions and call
 A collective waits only for smaller numbers, which every rank calls before it, so no circular wait is possible.
 """
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -30,6 +31,7 @@ from ringweave.comm.tuning.control_tree import ControlTree, run_survey
 from ringweave.environment import WorkerEnvironment
 from ringweave.files import file_io
 from ringweave.planning import Plan, ScheduleChoice
+from ringweave.planning.autotune.link_survey import SurveyHistory
 from ringweave.planning.autotune.tuner import MAX_AGE_S, Autotuner, GroupPlacement
 from ringweave.planning.autotune.tuning_messages import REPORT_WINDOW, TuningDecision, TuningReport, message_class
 from ringweave.planning.plans import EXACT
@@ -492,6 +494,12 @@ class GroupEventLog:
     group: str
 
 
+@functools.cache
+def _generation_surveys() -> SurveyHistory:
+    """Return the surveys of this process in the groups of all generations, of which each replaces the one before."""
+    return SurveyHistory()
+
+
 def make_selector(
     store: Store,
     group: GroupInfo,
@@ -506,14 +514,17 @@ def make_selector(
         ClusterError: The cluster lacks a member's node.
     """
     cache = TuningCache.for_user(os.environ)
+    is_awaited = event_log.group.startswith((GENERATION_GROUP_PREFIX, REDUCE_GROUP_PREFIX))
+    history = _generation_surveys() if is_awaited else SurveyHistory()
+    rates = placement.rates_of_links(history.rates)
 
     def load(plan: Plan) -> Mapping[str, str] | None:
         return cache.load(plan) if plan_choice.may_tune(group, environment) else None
 
     def make_autotuner(plan: Plan) -> Autotuner:
         # After a failure all members pause until their first collective, so nothing is simulated before it.
-        is_awaited = event_log.group.startswith((GENERATION_GROUP_PREFIX, REDUCE_GROUP_PREFIX))
-        return Autotuner(placement, plan, group_plan.tuned, (lambda *_: {}) if is_awaited else None)
+        estimate = (lambda *_: {}) if is_awaited else None
+        return Autotuner(placement, plan, group_plan.tuned, estimate, history, rates)
 
     def log_events(adviser: Autotuner) -> None:
         for kind, fields in adviser.take_events():
@@ -523,6 +534,6 @@ def make_selector(
                 cache.save(adviser.plan, adviser.winners)
 
     broadcast = PlanBroadcast(store, group, timeout) if plan_choice.is_plan_shared(group, environment) else None
-    group_plan = GroupPlan(lambda: placement.plan({}), load, broadcast)
+    group_plan = GroupPlan(lambda: placement.plan(rates), load, broadcast)
     timings = ScheduleTimings(event_log.log if group.group_rank == 0 else None, event_log.rank, event_log.group)
     return ScheduleSelector(group_plan, group, make_autotuner, log_events, timings)

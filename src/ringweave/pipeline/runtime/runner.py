@@ -13,13 +13,12 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from ringweave.environment import EXACT
 from ringweave.errors import TrainingError
-from ringweave.pipeline.block_store import BlockStore
+from ringweave.pipeline.model_blocks import BlockStore
 from ringweave.pipeline.runtime import boundaries, torch_schedules
 from ringweave.pipeline.runtime.boundaries import Boundary, Precision, as_tuple
-from ringweave.pipeline.runtime.process_groups import PipelineGroups
 from ringweave.pipeline.runtime.stopwatch import Stopwatch
 from ringweave.pipeline.runtime.torch_schedules import LossFunction
-from ringweave.pipeline.stage_layout import Layout, Settings
+from ringweave.pipeline.stage_layout import Layout, PipelineGroups, Settings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,11 +22,11 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineSchedule, _
 
 from ringweave.environment import EXACT
 from ringweave.errors import UsageError
-from ringweave.pipeline.runtime import boundary_formats
+from ringweave.pipeline.runtime import boundaries
 from ringweave.pipeline.runtime.stopwatch import Stopwatch
 from ringweave.sim import pipeline_schedules, pipeline_simulation
 from ringweave.sim.pipeline_schedules import ActionKind, PipelineAction, PipelineSchedule
-from ringweave.sim.stage_devices import StageDevices
+from ringweave.sim.pipeline_simulation import StageDevices
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 _ValueT = TypeVar("_ValueT")
@@ -247,9 +247,7 @@ class _CodedStage(PipelineStage):
     def _encode(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         if self.wire == EXACT:
             return ops
-        made = self._time(
-            lambda: [boundary_formats.encode(self.wire, op.tensor.detach()) for op in ops], is_forward=False
-        )
+        made = self._time(lambda: [boundaries.encode(self.wire, op.tensor.detach()) for op in ops], is_forward=False)
         return [_with_message(op, message) for op, message in zip(ops, made, strict=True)]
 
     def _receive(self, ops: list[dist.P2POp], key: tuple[ActionKind, int]) -> list[dist.P2POp]:
@@ -257,7 +255,7 @@ class _CodedStage(PipelineStage):
             return ops
         found, self._arriving[key] = [], []
         for op in ops:
-            message = boundary_formats.empty_message(self.wire, op.tensor)
+            message = boundaries.empty_message(self.wire, op.tensor)
             if message is not None:
                 self._arriving[key].append((message, op.tensor))
             found.append(op if message is None else _with_message(op, message))
@@ -266,7 +264,7 @@ class _CodedStage(PipelineStage):
     def _decode(self, key: tuple[ActionKind, int]) -> None:
         where = f"stage {self.stage_index}, {key[0].name.lower()} of microbatch {key[1]}"
         for message, values in self._arriving.pop(key, ()):
-            boundary_formats.decode(self.wire, message, values, where=where)
+            boundaries.decode(self.wire, message, values, where=where)
 
 
 def _with_message(op: dist.P2POp, message: Tensor) -> dist.P2POp:

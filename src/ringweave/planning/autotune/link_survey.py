@@ -6,8 +6,10 @@ one: a link that carried its rate in any pattern is not it.
 """
 
 import itertools
+import math
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from ringweave.cost import GroupNetwork
 from ringweave.cost.network import max_min_fair_rates
@@ -24,7 +26,41 @@ _CHANGED_RATIO = 1.15
 """A link has changed if its rate differs from the believed one by more than this factor, up or down."""
 _SLOW_RATIO, _FAST_RATIO = 0.8, 1.2
 
+_SURVEY_TIME_FRACTION = 0.01
+"""Long-run fraction of the time that surveys without findings may take."""
+_FIRST_SURVEY_TIME_FRACTION = 0.1
+"""The same fraction for the first survey; each further survey without findings has half of the one before."""
+
 SurveyPhase = tuple[SurveyStream, ...]
+
+
+@dataclass(slots=True)
+class SurveyHistory:
+    """Results of the surveys so far, and the times from which others are allowed.
+
+    Groups that a process forms one after another share it: each would survey at once otherwise, and none would know the
+    slow links that the one before has found, since it was never faster.
+    """
+
+    rates: dict[str, float] = field(default_factory=dict)
+    """Bytes per second of links, by name, where they differ from those known before anything ran."""
+    next_drift_survey_s: float = -math.inf
+    """First rank's clock."""
+    next_recheck_s: float = -math.inf
+    """The same for surveys of links that were slow."""
+    num_fruitless: int = 0
+    """Surveys since the last one that changed a plan."""
+
+    def record_survey(self, now_s: float, duration_s: float) -> None:
+        """Record a survey that has changed nothing so far."""
+        fraction = max(_SURVEY_TIME_FRACTION, _FIRST_SURVEY_TIME_FRACTION / 2**self.num_fruitless)
+        self.next_recheck_s = now_s + duration_s / _SURVEY_TIME_FRACTION
+        self.next_drift_survey_s = now_s + duration_s / fraction
+        self.num_fruitless += 1
+
+    def record_change(self, now_s: float) -> None:
+        """Record that the survey has changed the plan."""
+        self.num_fruitless, self.next_drift_survey_s = 0, now_s
 
 
 class LinkSurvey:

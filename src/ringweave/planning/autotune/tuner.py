@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ringweave import cost
 from ringweave.cost import Assumptions
 from ringweave.planning import simulated
-from ringweave.planning.autotune.link_survey import LinkSurvey, SurveyPhase
+from ringweave.planning.autotune.link_survey import LinkSurvey, SurveyHistory, SurveyPhase
 from ringweave.planning.autotune.tuning_messages import TuningDecision, TuningReport, message_class
 from ringweave.planning.group_planner import plan_group
 from ringweave.planning.plans import Plan
@@ -117,6 +117,18 @@ class GroupPlacement:
 
     def network(self, rates: Mapping[str, float]) -> cost.GroupNetwork:
         return cost.group_network(self.cluster, self.nodes, {**self.rates, **rates})
+
+    def link_rates(self, rates: Mapping[str, float]) -> dict[str, float]:
+        """Return bytes per second of all links, by name."""
+        net = self.network(rates)
+        ups = {net.up_name(vertex): float(net.up_bytes_per_s[vertex]) for vertex in range(1, len(net))}
+        downs = {net.down_name(vertex): float(net.down_bytes_per_s[vertex]) for vertex in range(1, len(net))}
+        return ups | downs
+
+    def rates_of_links(self, rates: Mapping[str, float]) -> dict[str, float]:
+        """Return those of these rates whose links are between the group's nodes: another one may have had others."""
+        known = self.link_rates({}) if rates and self.num_nodes > 1 else {}
+        return {name: rate for name, rate in rates.items() if name in known}
 
     def simulate_candidates(self, plan: Plan, num_bytes: int, rates: Mapping[str, float]) -> dict[str, float]:
         """Return simulated seconds of likely candidates (`simulated.estimate_candidates`); empty inside one node."""
@@ -350,10 +362,6 @@ MAX_AGE_S = 24 * 3600.0
 
 _REPORT_TIME_FRACTION = 0.005
 """Fraction of the time between two collectives of a class that reports may take."""
-_SURVEY_TIME_FRACTION = 0.01
-"""Long-run fraction of the time that surveys without findings may take."""
-_FIRST_SURVEY_TIME_FRACTION = 0.1
-"""The same fraction for the first survey; each further survey without findings has half of the one before."""
 _MIN_PLAN_GAIN = 1.05
 """Gain that a new plan must promise over the current one."""
 _NOMINAL_FRACTION = 0.87
@@ -415,6 +423,8 @@ class Autotuner:
         plan: Plan,
         known_winners: Mapping[str, str] | None = None,
         estimate: Callable[[Plan, int, Mapping[str, float]], Mapping[str, float]] | None = None,
+        history: SurveyHistory | None = None,
+        rates: Mapping[str, float] | None = None,
     ) -> None:
         """Start from the known facts.
 
@@ -424,24 +434,25 @@ class Autotuner:
             known_winners: Winning schedule of each message class in an earlier run with the same plan.
             estimate: Simulates a plan's candidates for a size at changed rates; called once for each class that is to
                 be tried. None is `placement.simulate_candidates`.
+            history: Surveys of the groups before this one, on the same clock; None is one of its own.
+            rates: Links of the placement that were found to differ; the plan is for these rates.
         """
+        self._history = history or SurveyHistory()
         self._estimate = estimate or placement.simulate_candidates
         self.winners = dict(known_winners or {})
-        self._winners_at_nominal_rates = dict(known_winners or {})
+        self._rates = dict(rates or {})
+        self._winners_at_nominal_rates = {} if self._rates else dict(known_winners or {})
         self._events: list[TuningEvent] = []
         self._placement = placement
         self._plan = plan
         self._plan_version = 1
         self._classes: dict[str, _ClassTuning] = {}
         self._trial: tuple[str, str, int] | None = None
-        self._rates: dict[str, float] = {}
         self._survey_phases: tuple[SurveyPhase, ...] = ()
         self._survey_reason = ""
         self._suspects: tuple[str, ...] = ()
-        self._num_fruitless_surveys = 0
         self._last_doubted_version = 0
-        self._next_drift_survey_s = self._next_recheck_s = -math.inf
-        self._add_event("plan_made", rates={}, **self._plan_facts())
+        self._add_event("plan_made", rates=dict(self._rates), **self._plan_facts())
 
     @property
     def rates(self) -> Mapping[str, float]:
@@ -492,11 +503,7 @@ class Autotuner:
         revised_rates = (
             survey.revised_rates(self._survey_phases, measured) if all(rate > 0 for rate in measured) else {}
         )
-        self._next_recheck_s = now_s + duration_s / _SURVEY_TIME_FRACTION
-        self._next_drift_survey_s = now_s + duration_s / max(
-            _SURVEY_TIME_FRACTION, _FIRST_SURVEY_TIME_FRACTION / 2**self._num_fruitless_surveys
-        )
-        self._num_fruitless_surveys += 1
+        self._history.record_survey(now_s, duration_s)
         is_new = self._update_rates(revised_rates)
         new_plan = self._placement.plan(self._rates) if is_new else self._plan
         before_s, after_s = self._compare_plans(new_plan)
@@ -506,7 +513,7 @@ class Autotuner:
                 if not case.trials.measured_warm():
                     case.rates = dict(self._rates)
             return self._decide_next(self._case_of(num_bytes, kind, is_on_device))
-        self._num_fruitless_surveys, self._next_drift_survey_s = 0, now_s
+        self._history.record_change(now_s)
         self._plan_version += 1
         self._plan = new_plan
         self._classes.clear()
@@ -611,7 +618,10 @@ class Autotuner:
 
     def _is_survey_due(self, case: _ClassTuning, now_s: float) -> bool:
         verdict, self._suspects = case.drift.verdict, ()
-        if verdict != DriftVerdict.STEADY and now_s >= self._next_drift_survey_s:
+        if verdict == DriftVerdict.FASTER and not self._rates and not self._placement.rates:
+            # No link is slower than the cluster file says: other work has delayed the ranks before.
+            case.drift, verdict = DriftDetector(), DriftVerdict.STEADY
+        if verdict != DriftVerdict.STEADY and now_s >= self._history.next_drift_survey_s:
             now_and_usual = f"{case.drift.current or 0:.3g} s per byte, it was {case.drift.baseline or 0:.3g}"
             self._survey_reason = f"collectives are {verdict.value}: {now_and_usual}"
             return True
@@ -620,12 +630,12 @@ class Autotuner:
             self._survey_reason = "collectives are faster than the links that were measured before"
             return True
         self._survey_reason, self._suspects = "some links were slow: is it over?", self._slow_links()
-        is_hoped = case.drift.may_be_faster and now_s >= self._next_drift_survey_s
-        return bool(case.chosen and self._suspects) and (is_hoped or now_s >= self._next_recheck_s)
+        is_hoped = case.drift.may_be_faster and now_s >= self._history.next_drift_survey_s
+        return bool(case.chosen and self._suspects) and (is_hoped or now_s >= self._history.next_recheck_s)
 
     def _slow_links(self) -> tuple[str, ...]:
         """Return the links that are slower than they were before anything ran."""
-        nominal = self._nominal_rates() if self._rates else {}
+        nominal = self._placement.link_rates({}) if self._rates else {}
         return tuple(name for name, rate in self._rates.items() if rate < nominal[name])
 
     def _is_faster_than_links(self, case: _ClassTuning) -> bool:
@@ -637,13 +647,6 @@ class Autotuner:
             and took * case.num_bytes < _IMPOSSIBLE_FRACTION * self._plan.bound_s(case.num_bytes, case.kind)
         )
 
-    def _nominal_rates(self) -> dict[str, float]:
-        """Return bytes per second of all links, as known before anything ran."""
-        net = self._placement.network({})
-        ups = {net.up_name(vertex): float(net.up_bytes_per_s[vertex]) for vertex in range(1, len(net))}
-        downs = {net.down_name(vertex): float(net.down_bytes_per_s[vertex]) for vertex in range(1, len(net))}
-        return ups | downs
-
     def _update_rates(self, revised_rates: Mapping[str, float]) -> bool:
         """Apply a survey's rates; return False if nothing is new.
 
@@ -652,14 +655,15 @@ class Autotuner:
         rate counts as having it, so that the first plan returns.
         """
         before = dict(self._rates)
-        for name, rate in self._nominal_rates().items():
+        for name, rate in self._placement.link_rates({}).items():
             if name not in revised_rates:
                 continue
             is_faster = name in self._placement.rates and revised_rates[name] * _NOMINAL_FRACTION > rate
-            if revised_rates[name] < _NOMINAL_FRACTION * rate or is_faster:
-                self._rates[name] = revised_rates[name]
-            else:
-                self._rates.pop(name, None)
+            for rates in (self._rates, self._history.rates):
+                if revised_rates[name] < _NOMINAL_FRACTION * rate or is_faster:
+                    rates[name] = revised_rates[name]
+                else:
+                    rates.pop(name, None)
         return self._rates != before
 
     def _make_survey(self) -> LinkSurvey:

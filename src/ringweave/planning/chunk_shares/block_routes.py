@@ -9,7 +9,7 @@ lets out
 
 of the message, whichever blocks these are: a block that is led elsewhere leaves its owner's member once on its way up,
 and one that is led by its own member needs one copy less on its way down. This is what a link carries in an allreduce
-(`fractions`) with n_d / N in place of 1, so the same linear program finds the best z, and the owners may be matched
+(`stripes`) with n_d / N in place of 1, so the same linear program finds the best z, and the owners may be matched
 with the leaders afterwards: a rank leads its own block wherever the fractions let it, which saves hops.
 """
 

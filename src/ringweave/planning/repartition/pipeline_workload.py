@@ -10,8 +10,14 @@ from dataclasses import dataclass, field, replace
 from ringweave.errors import UsageError
 from ringweave.planning.partition.problem import PartitionMemory, PartitionProblem
 from ringweave.sim.pipeline_schedules import PipelineSchedule, generate_pipeline_schedule
-from ringweave.sim.pipeline_simulation import Overheads, PipelineTimeline, StageTimes
-from ringweave.sim.stage_devices import DeviceShare, StageDevices, one_device_each
+from ringweave.sim.pipeline_simulation import (
+    DeviceShare,
+    Overheads,
+    PipelineTimeline,
+    StageDevices,
+    StageTimes,
+    one_device_each,
+)
 
 MIN_TRANSFER_FRACTION = 0.1
 """A link matters if a transfer takes at least this fraction of the slowest stage's computing for a microbatch."""

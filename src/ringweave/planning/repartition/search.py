@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ringweave.planning.partition.problem import PartitionProblem
 from ringweave.planning.partition.solve import solve_partition
 from ringweave.planning.repartition.pipeline_workload import PipelineConditions, PipelineWorkload
-from ringweave.sim.stage_devices import StageDevices
+from ringweave.sim.pipeline_simulation import StageDevices
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any, BinaryIO
 
 from ringweave import topology
+from ringweave.environment import PROBE
 from ringweave.errors import RingweaveError
 from ringweave.jobs.records import EndCause, GroupPhase
 from ringweave.launcher import run_dir
@@ -296,6 +297,11 @@ class _RoundStarter:
         master_address = self._assignment.node_context.pick_address(self._node)
         return EndpointOffer(master_address=master_address, **self._services.prepare_round(desired, self._stop_reason))
 
+    def _node_environ(self, node: str, local_rank: int) -> dict[str, str]:
+        """Return further variables of a worker; what the environment says of probing counts."""
+        said = {PROBE: self._environ[PROBE]} if PROBE in self._environ else {}
+        return {**self._assignment.node_context.node_environ(node, local_rank), **said}
+
     def start_workers(self, rendezvous: RendezvousResult) -> NodeRound:
         assignment = self._assignment
         run_dir = round_run_dir(assignment.home, rendezvous.round)
@@ -308,7 +314,7 @@ class _RoundStarter:
             run_dir=run_dir,
             program=self._program,
             cpus=max(1, len(os.sched_getaffinity(0)) // assignment.cpus_shared_by),
-            node_environ=assignment.node_context.node_environ,
+            node_environ=self._node_environ,
         )
         credentials = self._take_credentials(rendezvous, group)
         is_elastic = self._config.min_workers is not None

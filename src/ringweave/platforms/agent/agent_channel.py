@@ -16,7 +16,7 @@ from ringweave.errors import explain
 from ringweave.jobs.records import EndCause, GroupPhase, JsonForm, ObservedGroup
 from ringweave.launcher.restarts import NoRestartError
 from ringweave.launcher.workers import HostPort
-from ringweave.param_server.leadership_log import LeadershipLog
+from ringweave.param_server.leadership import LeadershipLog
 from ringweave.platforms.agent.job_config import JobConfig, RendezvousResult
 
 if TYPE_CHECKING:  # a supervisor, and most commands, need no TLS

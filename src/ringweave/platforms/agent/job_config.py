@@ -19,7 +19,7 @@ from ringweave.jobs.request import ELASTIC_SERVER_MODES, SERVER_MODES, JobReques
 from ringweave.jobs.worker_options import DEFAULT_OPTIONS, WorkerOptions
 from ringweave.launcher import entry
 from ringweave.launcher.workers import HostPort, WorkerGroup, WorkerProgram, build_worker_group
-from ringweave.relayed_address import is_relayed
+from ringweave.relayed_address import RELAY_NIC, is_relayed
 from ringweave.topology import Cluster, Device, Nic, Node
 
 MAX_SCRIPT_BYTES = 2**20
@@ -235,9 +235,6 @@ class RendezvousResult:
 if TYPE_CHECKING:
     from ringweave.launcher.run_dir import RunDir
 
-RELAY_NIC = "relay"
-"""Name of the link of a host that others cannot call: it opens all connections, and relays lead others to it."""
-
 
 def build_cluster(config: JobConfig, addresses: Mapping[str, str]) -> Cluster:
     """Build the cluster of the split: its nodes with as many devices as workers.
@@ -307,6 +304,8 @@ def node_worker_group(
     options = config.worker_options
     common = WorkerEnvironment(
         cluster_path=run_dir.cluster_file,
+        # Not in elastic jobs: a group that forms after a loss cannot wait for it.
+        probes_described=config.cluster is None and config.between_hosts and config.min_workers is None,
         run_dir=run_dir.root,
         mode=None if config.mode == "auto" else config.mode,
         data=config.data,

@@ -27,7 +27,7 @@ from ringweave.launcher.workers import HostPort
 from ringweave.membership import membership_records
 from ringweave.membership.messages import WHOLE_JOB
 from ringweave.membership.settings import MemberBounds
-from ringweave.param_server.leadership_log import LogServer
+from ringweave.param_server.leadership import LogServer
 from ringweave.platforms.agent import agent_channel, job_config
 from ringweave.platforms.agent.agent_channel import AgentChannel, DesiredState
 from ringweave.platforms.agent.job_config import JobConfig, RendezvousResult

@@ -13,7 +13,7 @@ from ringweave.environment import ports_of_environ
 from ringweave.files import file_io, rotation
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.processes import ProcessContext
-from ringweave.param_server.leadership_log import LeadershipLog
+from ringweave.param_server.leadership import LeadershipLog
 from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.agent import AgentAssignment, run_agent
 from ringweave.platforms.hosts import host_runtime

@@ -2,13 +2,12 @@
 
 import statistics
 import textwrap
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ringweave import units
-from ringweave.errors import LaunchError, explain
+from ringweave.errors import LaunchError
 from ringweave.launcher.output import write_notice
 from ringweave.platforms.hosts import host_list, install, start
 from ringweave.platforms.hosts.host_list import HostSpec
@@ -16,10 +15,7 @@ from ringweave.platforms.hosts.run_entry import HostsOptions
 from ringweave.platforms.hosts.ssh import HostConnections, HostError, NoRingweaveError, SshConnection, run_parallel
 
 TABLE_WIDTH = 100
-MIN_FREE_DISK_BYTES = 64 * 2**20
-"""Free space below which logs and the record of a run may not find room."""
 _LABEL_WIDTH, _CELL_WIDTH, _GAP = 14, 26, 2
-_NUM_CLOCK_READINGS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +27,8 @@ class HostCheck:
     """Facts by name, see `describe_host` and `host_facts` of remote_main; empty without ringweave there."""
     clock_offset_s: float | None
     """Its clock minus this machine's, in seconds."""
+    round_trip_s: float | None
+    """Time from a question over ssh to its answer."""
     is_reachable: bool
     """ssh reaches it."""
 
@@ -57,6 +55,7 @@ class HostsReport:
                 "workers": check.host.workers,
                 "reachable": check.is_reachable,
                 "clock_offset_s": check.clock_offset_s,
+                "round_trip_s": check.round_trip_s,
                 **check.facts,
             }
             for check in self.checks
@@ -82,7 +81,7 @@ def check_hosts(text: str, python: str | None, *, installs: bool) -> HostsReport
         connections.open = [each for each in results if isinstance(each, SshConnection)]
         checks = run_parallel(_read_facts, hosts, results)
         errors = [str(each) for each in results if isinstance(each, HostError)]
-        return HostsReport(checks=tuple(checks), problems=(*errors, *_find_problems(connections.open, checks)))
+        return HostsReport(checks=tuple(checks), problems=(*errors, *_find_problems(connections.open)))
 
 
 def _check_host(connections: HostConnections, index: int) -> SshConnection | HostError:
@@ -95,36 +94,19 @@ def _check_host(connections: HostConnections, index: int) -> SshConnection | Hos
 def _read_facts(host: HostSpec, result: SshConnection | HostError) -> HostCheck:
     if isinstance(result, HostError):
         is_reachable = isinstance(result, NoRingweaveError)
-        return HostCheck(host=host, facts={}, clock_offset_s=None, is_reachable=is_reachable)
-    facts = {**result.hello, **result.call("facts")}
+        return HostCheck(host=host, facts={}, clock_offset_s=None, round_trip_s=None, is_reachable=is_reachable)
+    facts, clock = {**result.hello, **result.call("facts")}, result.read_clock()
     return HostCheck(
         host=host,
         facts={name: value for name, value in facts.items() if name != "time"},
-        clock_offset_s=clock_offset_s(lambda: float(result.call("clock")["time"]), time.time),
+        clock_offset_s=clock.offset_s,
+        round_trip_s=clock.round_trip_s,
         is_reachable=True,
     )
 
 
-def clock_offset_s(read_theirs: Callable[[], float], read_own: Callable[[], float]) -> float:
-    """Return the difference of two clocks by the fastest of a few readings, exact to half of its round trip."""
-    readings = []
-    for _ in range(_NUM_CLOCK_READINGS):
-        before_s = read_own()
-        theirs_s = read_theirs()
-        after_s = read_own()
-        readings.append((after_s - before_s, theirs_s - (before_s + after_s) / 2))
-    return min(readings)[1]
-
-
-def _find_problems(connections: Sequence[SshConnection], checks: Sequence[HostCheck]) -> list[str]:
+def _find_problems(connections: Sequence[SshConnection]) -> list[str]:
     problems = start.find_differences(connections) if connections else []
-    for check in checks:
-        free = check.facts.get("free_disk", MIN_FREE_DISK_BYTES)
-        if free < MIN_FREE_DISK_BYTES:
-            expected = f"at least {units.format_bytes(MIN_FREE_DISK_BYTES)}"
-            do = f"Free space for {check.facts['state_folder']}"
-            what = f"free disk of host {check.host.node}"
-            problems.append(explain(what, got=units.format_bytes(free), expected=expected, do=do))
     try:
         endpoints = run_parallel(start.open_endpoint, connections) if connections else []
         return [*problems, *start.find_unreachable(connections, endpoints)] if connections else problems
@@ -209,6 +191,10 @@ def _clock(check: HostCheck) -> str:
     return "?" if check.clock_offset_s is None else f"{check.clock_offset_s:+.3f} s"
 
 
+def _round_trip(check: HostCheck) -> str:
+    return "?" if check.round_trip_s is None else f"{1000 * check.round_trip_s:.0f} ms"
+
+
 _ROWS: Sequence[tuple[str, Callable[[HostCheck], str], bool]] = (
     ("ssh", lambda check: "ok" if check.is_reachable else "no", False),
     ("user", _fact("user"), True),
@@ -217,6 +203,7 @@ _ROWS: Sequence[tuple[str, Callable[[HostCheck], str], bool]] = (
     ("ringweave", _fact("ringweave"), True),
     ("torch", _fact("torch", lambda torch: torch or "none"), True),
     ("clock", _clock, False),
+    ("round trip", _round_trip, False),
     ("CPUs", _fact("cpus"), True),
     ("GPUs", _fact("gpus"), True),
     ("memory", _fact("memory", _size), True),

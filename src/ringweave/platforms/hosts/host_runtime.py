@@ -23,10 +23,9 @@ from ringweave import rpc
 from ringweave.errors import JobError, LaunchError, RemoteError, RingweaveError, RpcError
 from ringweave.files import file_io, rotation
 from ringweave.jobs import records
-from ringweave.param_server import leadership_log
-from ringweave.param_server.leadership import LeadershipRecord
-from ringweave.param_server.leadership_log import LogAnswer, RoundLeadership
-from ringweave.platforms import job_logs
+from ringweave.param_server import leadership
+from ringweave.param_server.leadership import LeadershipRecord, LogAnswer, RoundLeadership
+from ringweave.platforms import api
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.api import EventLines, LogQuery
 from ringweave.platforms.hosts import join_protocol, messages
@@ -308,8 +307,8 @@ def read_new_logs(
     """
     pieces: list[list[Any]] = []
     content = b""
-    for name, path in job_logs.find_logs(folder.job.runs_folder, LogQuery(events=events)):
-        for key, end, text in job_logs.read_new_text([(name, path)], positions, job_logs.MAX_READ_BYTES - len(content)):
+    for name, path in api.find_logs(folder.job.runs_folder, LogQuery(events=events)):
+        for key, end, text in api.read_new_text([(name, path)], positions, api.MAX_READ_BYTES - len(content)):
             pieces.append([key, end, len(text)])
             content += text
     return pieces, content
@@ -476,18 +475,18 @@ def commit_leadership(
     Raises:
         LaunchError: There is no quorum; the record may or may not be appended.
     """
-    wanted = None if message.record is None else leadership_log.parse_record(message.record)
+    wanted = None if message.record is None else leadership.parse_record(message.record)
     answers: list[LogAnswer] = []
 
     def change(entry: RunEntry) -> RunEntry:
-        answers.append(leadership_log.append_to(entry.leadership, message.round, wanted))
+        answers.append(leadership.append_to(entry.leadership, message.round, wanted))
         if not answers[-1].is_appended or wanted is None:
             return entry
         return replace(entry, leadership=RoundLeadership(round=message.round, record=wanted))
 
     change_entry(change)
     latest = answers[-1].latest
-    text = None if latest is None else leadership_log.dump_record(latest)
+    text = None if latest is None else leadership.dump_record(latest)
     return messages.LeadershipAnswer(record=text, is_appended=answers[-1].is_appended)
 
 
@@ -499,10 +498,10 @@ class HostLeadershipLog:
 
     def latest(self) -> LeadershipRecord | None:
         found = self._call(None).record
-        return None if found is None else leadership_log.parse_record(found)
+        return None if found is None else leadership.parse_record(found)
 
     def append(self, record: LeadershipRecord) -> bool:
-        return self._call(leadership_log.dump_record(record)).is_appended
+        return self._call(leadership.dump_record(record)).is_appended
 
     def _call(self, record: str | None) -> messages.LeadershipAnswer:
         message = messages.LeadershipRequest(round=self._round, record=record)
@@ -511,6 +510,6 @@ class HostLeadershipLog:
         except (RingweaveError, OSError) as error:
             do = "Nothing: it is asked again; a run needs a quorum of its hosts to change the leading server"
             expected = "an answer of the host service"
-            raise leadership_log.log_error(str(error), expected=expected, do=do) from error
+            raise leadership.log_error(str(error), expected=expected, do=do) from error
         assert isinstance(answer, messages.LeadershipAnswer)
         return answer

@@ -95,15 +95,14 @@ def _digest_text(content: bytes) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
 
 
-def install_command(python: str | None, program_size: int, *, same: str = sys.executable) -> str:
+def install_command(python: str | None, program_size: int) -> str:
     """Return the command for the remote shell that runs the program of this size from its standard input.
 
     Args:
         python: Interpreter that the user names; None: the first of the same path as here and usual names.
         program_size: Bytes.
-        same: Path of the interpreter here.
     """
-    tried = shlex.join([python] if python is not None else [same, *PYTHON_NAMES])
+    tried = shlex.join([python] if python is not None else [sys.executable, *PYTHON_NAMES])
     loader = shlex.quote(_LOADER.format(size=program_size))
     script = (
         f'for n in {tried}; do p=$(command -v "$n" 2>/dev/null) || continue; '

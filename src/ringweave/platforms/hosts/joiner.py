@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringweave import relayed_address, units
+from ringweave import ports, relayed_address, units
 from ringweave.environment import ports_of_environ
 from ringweave.errors import JobError, LaunchError, RefusedError, RemoteError, RpcError, explain
 from ringweave.files import file_io
@@ -92,7 +92,7 @@ def _ask_for_seat(line: JoinLine, address: str | None, interrupts: Sequence[sign
     port = node_context.free_port(rng, within)
     relay_port = node_context.free_port(rng, within, avoided=[port])
     request = _request(line, address or _own_address(line.address, line.port), port, relay_port)
-    with socket.create_server(("", port)):
+    with ports.listen_on_all(port, backlog=64):
         answer = _repeat_call(line, request, interrupts)
     if answer.unreachable:
         problem = "" if address else _find_unreached(ENTRY_JSON.parse(answer.entry))

@@ -15,7 +15,7 @@ from ringweave.jobs.admission import AccessPolicy, PermissionCache
 from ringweave.jobs.advance import is_finished
 from ringweave.jobs.request import JobRequest
 from ringweave.jobs.states import Reason
-from ringweave.platforms import api, job_logs, submission
+from ringweave.platforms import api, submission
 from ringweave.platforms.api import EventLines, EventView, JobView, LogLine, LogQuery, Platform, Submission
 from ringweave.platforms.hosts import host_runtime, join_protocol, run_entry, start
 from ringweave.platforms.hosts.host_list import HostList, HostSpec
@@ -220,7 +220,7 @@ class HostsPlatform(Platform):
         entry = self._access(name).read_entry()
         submission.check_log_query(entry.job, which)
         access = self._access(name)
-        return job_logs.follow_logs(
+        return api.follow_logs(
             lambda positions: itertools.chain.from_iterable(
                 itertools.starmap(host_runtime.split_pieces, access.read_logs(positions, which.events))
             ),

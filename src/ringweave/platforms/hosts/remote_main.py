@@ -67,6 +67,7 @@ def describe_host() -> dict[str, Any]:
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "max_open_files": open_files,
         "free_disk": free,
+        "state_folder": str(state),
         "machine": platform.machine(),
         "kernel_ports": [kernel.low, kernel.high],
     }
@@ -90,7 +91,6 @@ def host_facts() -> dict[str, Any]:
         "nics": nics,
         "memory_limit": cgroups.memory_limit_bytes(),
         "free_memory": psutil.virtual_memory().available,
-        "state_folder": str(hosts_state_folder()),
     }
 
 
@@ -159,7 +159,7 @@ class RemoteProgram:
         """Listen on a free port until the service starts, so that other hosts can try to reach it."""
         within = parse_ports(request["ports"], where="--ports") if request.get("ports") else None
         port = node_context.free_port(random.SystemRandom(), within)
-        self._listeners.append(socket.create_server(("", port), backlog=64))
+        self._listeners.append(ports.listen_on_all(port, backlog=64))
         return {"port": port}, b""
 
     def _unreachable(self, request: Mapping[str, Any], payload: bytes) -> Answer:

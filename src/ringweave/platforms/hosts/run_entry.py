@@ -28,7 +28,7 @@ from ringweave.files import file_io
 from ringweave.files.problems import suggest_closest
 from ringweave.jobs import records
 from ringweave.jobs.records import Job, JobEvent, JobRecord, JsonForm
-from ringweave.param_server.leadership_log import RoundLeadership
+from ringweave.param_server.leadership import RoundLeadership
 from ringweave.platforms.agent.job_config import RendezvousResult
 from ringweave.platforms.hosts.host_list import HostSpec
 from ringweave.platforms.hosts.quorum_election import Ballot, EntryVersion

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ringweave.errors import JobError, LaunchError, RingweaveError, UnknownJobError, shorten
 from ringweave.files import file_io
@@ -36,6 +36,7 @@ CONNECT_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 30.0
 NO_PYTHON_EXIT = 97
 """Exit code of the remote shell where no interpreter with ringweave was found."""
+_NUM_CLOCK_READINGS = 3
 MAX_LINE_BYTES = 64 * 2**20
 MAX_PAYLOAD_BYTES = 2**30
 _SSH_OPTIONS = (
@@ -100,13 +101,12 @@ _SSH_FAILURES = (
 )
 
 
-def python_command(python: str | None, *, same: str = sys.executable, installed: str = "") -> str:
+def python_command(python: str | None, *, installed: str = "") -> str:
     """Return the command for the remote shell that runs `remote_main` with the right interpreter.
 
     Args:
         python: Interpreter that the user names; None: the one at the same path as here, else the one of the `ringweave`
             on the PATH.
-        same: Path of the interpreter here.
         installed: Path below the home folder of the interpreter that `--install` made; empty without.
     """
     run = f'exec "$p" -P -m {REMOTE_MODULE}'
@@ -115,12 +115,29 @@ def python_command(python: str | None, *, same: str = sys.executable, installed:
         tried = [f"p={shlex.quote(python)}; {has_ringweave} && {run}"]
     else:
         tried = [f'p="$HOME"/{shlex.quote(installed)}; {has_ringweave} && {run}'] if installed else []
-        tried += [f"p={shlex.quote(same)}; {has_ringweave} && {run}"]
+        tried += [f"p={shlex.quote(sys.executable)}; {has_ringweave} && {run}"]
         tried += [
             'r=$(command -v ringweave 2>/dev/null || ls "$HOME"/.local/bin/ringweave 2>/dev/null); '
             f'p=$(sed -n "1s/^#!//p" "$r" 2>/dev/null); {has_ringweave} && {run}'
         ]
     return f"sh -c {shlex.quote('; '.join([*tried, f'exit {NO_PYTHON_EXIT}']))}"
+
+
+class ClockReading(NamedTuple):
+    """Clock of a host, by the fastest of a few readings."""
+
+    round_trip_s: float
+    offset_s: float
+    """Its clock minus this machine's, exact to half of the round trip."""
+
+
+def read_clock(read_theirs: Callable[[], float], read_own: Callable[[], float] = time.time) -> ClockReading:
+    """Return the difference of two clocks and the round trip between them."""
+    readings = []
+    for _ in range(_NUM_CLOCK_READINGS):
+        before_s, theirs_s, after_s = read_own(), read_theirs(), read_own()
+        readings.append(ClockReading(after_s - before_s, theirs_s - (before_s + after_s) / 2))
+    return min(readings)
 
 
 class SshConnection:
@@ -185,6 +202,14 @@ class SshConnection:
         if "error" in answer:
             raise self._remote_error(str(answer["error"]), str(answer.get("kind", "")))
         return answer, content
+
+    def read_clock(self) -> ClockReading:
+        """Read the clock of the host.
+
+        Raises:
+            HostError: The connection is gone.
+        """
+        return read_clock(lambda: float(self.call("clock")["time"]))
 
     def close(self) -> None:
         """End the connection; the remote program ends with it, and nothing else."""
@@ -341,13 +366,13 @@ def end_run_at_once(connections: Sequence[SshConnection], run_id: str) -> None:
             continue
 
 
-def open_ssh(host: HostSpec, command: str, options: Sequence[str] = ()) -> "subprocess.Popen[bytes]":
+def open_ssh(host: HostSpec, command: str) -> "subprocess.Popen[bytes]":
     """Start an ssh process that runs the command on the host; on this machine a shell, in the home folder as there.
 
     Raises:
         HostError: There is no ssh client here.
     """
-    argv = ["ssh", *_SSH_OPTIONS, *options, "--", host.destination, command]
+    argv = ["ssh", *_SSH_OPTIONS, "--", host.destination, command]
     folder = None
     if host.destination == THIS_MACHINE:
         argv, folder = ["sh", "-c", command], Path.home()

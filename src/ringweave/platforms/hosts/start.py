@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringweave import __version__, ports, units
-from ringweave.environment import PORTS, is_same_minor
+from ringweave.environment import PORTS, PROBE, is_same_minor
 from ringweave.errors import LaunchError, explain
 from ringweave.jobs import admission
 from ringweave.jobs.admission import PermissionCache
@@ -29,6 +29,10 @@ from ringweave.ports import PortRange
 from ringweave.rpc import CertificateAuthority
 
 START_CALL_TIMEOUT_S = 30.0
+MIN_FREE_DISK_BYTES = 64_000_000
+"""Free space below which logs and the record of a run may not find room."""
+MAX_ROUND_TRIP_S = 0.1
+"""Longer ones slow train steps down, in which hosts wait for each other's messages several times."""
 FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "PYTORCH_", "HF_", "WANDB_")
 """Prefixes of the command's variables that workers on all hosts get too."""
 
@@ -69,7 +73,26 @@ def find_differences(connections: Sequence[SshConnection]) -> list[str]:
             do = "Set it, or start its time service: timedatectl set-ntp true"
             got = f"{offset_s:+.0f} s from this machine's"
             problems.append(explain(f"clock of host {node}", got=got, expected="the same time", do=do))
+        if hello["free_disk"] < MIN_FREE_DISK_BYTES:
+            expected, do = (
+                f"at least {units.format_bytes(MIN_FREE_DISK_BYTES)}",
+                f"Free space for {hello['state_folder']}",
+            )
+            got = units.format_bytes(hello["free_disk"])
+            problems.append(explain(f"free disk of host {node}", got=got, expected=expected, do=do))
     return problems
+
+
+def find_distant(connections: Sequence[SshConnection]) -> list[str]:
+    """Return one line for each host whose answers take long; a run works there, but slowly."""
+    texts = []
+    for connection, clock in zip(connections, run_parallel(SshConnection.read_clock, connections), strict=True):
+        if clock.round_trip_s > MAX_ROUND_TRIP_S:
+            what, got = f"round trip to host {connection.host.node}", f"{clock.round_trip_s:.2f} s over ssh"
+            do = "Leave the host out, or train in a mode that waits for it less often: --mode local, or ps-hra"
+            expected = f"at most {MAX_ROUND_TRIP_S:g} s, as each train step waits for it several times"
+            texts.append(explain(what, got=got, expected=expected, do=do))
+    return texts
 
 
 def _difference(what: str, node: str, got: object, expected: str, do: str) -> str:
@@ -305,7 +328,7 @@ def send_files(files: Sequence[ScriptFile], connection: SshConnection, run_id: s
 
 def forwarded_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of this environment that workers on all hosts get."""
-    return {name: value for name, value in environ.items() if name.startswith(FORWARDED_PREFIXES)}
+    return {name: value for name, value in environ.items() if name.startswith(FORWARDED_PREFIXES) or name == PROBE}
 
 
 def default_run_name(script: str, now: float, existing: Sequence[str]) -> str:
@@ -372,6 +395,8 @@ def run_on_hosts(options: HostsRunOptions) -> int:
     )
     with HostConnections(hosts.reached, connect_options) as connections:
         check_hosts(connections.open)
+        for text in find_distant(connections.open):
+            write_notice(text.removesuffix("."))
         if options.ports is not None:
             kernel = [PortRange(*each.hello["kernel_ports"]) for each in connections.open]
             if notice := ports.outside_text(options.ports, kernel):

@@ -30,9 +30,14 @@ from pydantic import TypeAdapter
 from ringweave.errors import LaunchError, explain
 from ringweave.files import file_io
 from ringweave.jobs.records import GroupPhase
-from ringweave.param_server import leadership_log
-from ringweave.param_server.leadership import LeadershipRecord
-from ringweave.param_server.leadership_log import LogAnswer, RoundLeadership
+from ringweave.param_server.leadership import (
+    LeadershipRecord,
+    LogAnswer,
+    RoundLeadership,
+    append_to,
+    dump_answer,
+    parse_record,
+)
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState
 from ringweave.platforms.kubernetes import api_client, job_resource, objects, pod_logs, pod_status
@@ -263,7 +268,7 @@ class LeadershipStore:
                 raise UploadRejectedError(f"leadership of job {owner.name}: it has no config, so no round runs")
             text = found["metadata"].get("annotations", {}).get(objects.LEADERSHIP_ANNOTATION)
             known = None if text is None else _LEADERSHIP_ADAPTER.validate_json(file_io.bounded(text))
-            answer = leadership_log.append_to(known, round_, record)
+            answer = append_to(known, round_, record)
             if record is None or not answer.is_appended or (known is not None and known.record == record):
                 return answer
             try:
@@ -459,13 +464,13 @@ class AgentGateway:
         uploader, round_ = self._uploader(await self._authenticate(request)), int(request.match_info["round"])
         text = (await request.read()).decode("utf-8", "replace")
         try:
-            record = leadership_log.parse_record(text) if text else None
+            record = parse_record(text) if text else None
             answer = await self._leadership_store.append(uploader.owner, round_, record)
         except ValueError:
             return web.Response(status=400, text="not a leadership record")
         except LaunchError as error:
             return _error_response(error)
-        return web.json_response(text=leadership_log.dump_answer(answer))
+        return web.json_response(text=dump_answer(answer))
 
     async def _put_log(self, request: web.Request) -> web.Response:
         uploader = self._uploader(await self._authenticate(request))

@@ -25,9 +25,8 @@ from ringweave.files import file_io
 from ringweave.files.rotation import LineReader
 from ringweave.jobs.records import GroupPhase
 from ringweave.launcher.node_context import HostContext
-from ringweave.param_server import leadership_log
-from ringweave.param_server.leadership import LeadershipRecord
-from ringweave.param_server.leadership_log import LeadershipLog, LogAnswer
+from ringweave.param_server import leadership
+from ringweave.param_server.leadership import LeadershipLog, LeadershipRecord, LogAnswer
 from ringweave.platforms.agent import agent, agent_channel
 from ringweave.platforms.agent.agent import AgentAssignment
 from ringweave.platforms.agent.agent_channel import AgentChannel, AgentStatus, DesiredState
@@ -163,16 +162,16 @@ class GatewayLeadershipLog:
         return self._ask(record).is_appended
 
     def _ask(self, record: LeadershipRecord | None) -> LogAnswer:
-        body = "" if record is None else leadership_log.dump_record(record)
+        body = "" if record is None else leadership.dump_record(record)
         try:
             status, text, _ = self._gateway.request("POST", self._path, body, timeout_s=_LEADERSHIP_TIMEOUT_S)
             if status in _OK_STATUSES:
-                return leadership_log.parse_answer(text)
+                return leadership.parse_answer(text)
             got = f"{status} {text}"
         except (OSError, ValueError, http.client.HTTPException) as error:
             got = str(error) or type(error).__name__
         do = "Nothing: it is asked again; without the operator no other server can lead"
-        raise leadership_log.log_error(got, expected="an answer of the agent gateway", do=do)
+        raise leadership.log_error(got, expected="an answer of the agent gateway", do=do)
 
 
 class GatewayChannel(AgentChannel):

@@ -320,8 +320,6 @@ async def run_operator(
     connect: Connect,
     settings: OperatorSettings,
     *,
-    client_class: Callable[[Connect], KubernetesClient] = KubernetesClient,
-    clock: Callable[[], float] = time.time,
     ready: asyncio.Event | None = None,
 ) -> None:
     """Manage all jobs until SIGTERM or SIGINT, whenever the lease is ours.
@@ -329,8 +327,6 @@ async def run_operator(
     Args:
         connect: Returns address and credentials; called again when credentials expire.
         settings: Settings of the operator.
-        client_class: Creates the client; tests replace it.
-        clock: Seconds since 1970.
         ready: Set while this operator leads.
 
     Raises:
@@ -338,12 +334,12 @@ async def run_operator(
     """
     ready = ready or asyncio.Event()
     async with (
-        client_class(connect) as client,
+        KubernetesClient(connect) as client,
         serve_health_and_metrics(settings.liveness_url, client, settings.namespaces, ready),
     ):
-        election = LeaderElection(client, settings.lease, clock)
+        election = LeaderElection(client, settings.lease, time.time)
         with stop_signals() as stop:
-            await run_until_one_ends(stop.wait(), _lead_until_stopped(client, election, settings, clock, ready))
+            await run_until_one_ends(stop.wait(), _lead_until_stopped(client, election, settings, ready))
         await election.release()
 
 
@@ -351,14 +347,13 @@ async def _lead_until_stopped(
     client: KubernetesClient,
     election: LeaderElection,
     settings: OperatorSettings,
-    clock: Callable[[], float],
     ready: asyncio.Event,
 ) -> None:
     """Manage jobs while the lease is ours; wait for it when it is lost, however long the API server is away."""
     while True:
         await election.wait_acquired()
         try:
-            await _lead(client, election, settings, clock, ready)
+            await _lead(client, election, settings, ready)
         except LaunchError as error:  # the lease is lost, or the API server went away before the first watch
             if isinstance(error, ApiError) and error.status in (401, 403):
                 raise
@@ -372,18 +367,17 @@ async def _lead(
     client: KubernetesClient,
     election: LeaderElection,
     settings: OperatorSettings,
-    clock: Callable[[], float],
     ready: asyncio.Event,
 ) -> None:
     """Manage jobs until the lease is lost; nothing of it runs on after that."""
     certificate = await _gateway_certificate(client, settings) if _uses_tls(settings) else None
     pods = settings.pods if certificate is None else replace(settings.pods, gateway_certificate=certificate.certificate)
-    gateway = AgentGateway(client, clock)
-    executor, admission = ActionExecutor(client, pods, clock), JobAdmission(client, pods, clock)
+    gateway = AgentGateway(client, time.time)
+    executor, admission = ActionExecutor(client, pods, time.time), JobAdmission(client, pods, time.time)
     reconciler = TrainingJobReconciler(
-        client, executor, admission, clock, listener=gateway.publish_desired_states, on_gone=gateway.forget_job
+        client, executor, admission, time.time, listener=gateway.publish_desired_states, on_gone=gateway.forget_job
     )
-    queue = ReconcileQueue(election.guard(reconciler.reconcile), clock, settings.num_workers)
+    queue = ReconcileQueue(election.guard(reconciler.reconcile), time.time, settings.num_workers)
     watches = [
         _enqueue_changes(client, kind, namespace, queue)
         for namespace in settings.namespaces or (None,)

@@ -17,7 +17,7 @@ from ringweave.jobs.admission import DENY_TTL_S, Permission, PermissionCache
 from ringweave.jobs.advance import should_run
 from ringweave.jobs.reconcile import reconcile
 from ringweave.jobs.records import Job
-from ringweave.launcher.restarts import backoff_s
+from ringweave.jobs.restart_policy import backoff_s
 from ringweave.platforms.kubernetes import action_executor, api_client, job_resource, objects
 from ringweave.platforms.kubernetes.action_executor import ActionExecutor, JobKey, ObjectsRefusedError, ObservedJob
 from ringweave.platforms.kubernetes.api_client import KubernetesClient, Object

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from ringweave.files import file_io
-from ringweave.param_server.leadership_log import FolderLeadershipLog, LeadershipLog
+from ringweave.param_server.leadership import FolderLeadershipLog, LeadershipLog
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent_channel import (
     NUM_INCARNATIONS,

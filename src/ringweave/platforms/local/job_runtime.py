@@ -101,9 +101,10 @@ class FolderJobRuntime(abc.ABC):
             case records.DeleteGroup(node=node, attempt=attempt):
                 group = self._folder.group(node, attempt)
                 if group.root.exists():
-                    group.removal_mark.touch()
-                    self._on_boundary("marked for removal")
                     self._stop_group(group, "it is removed")
+                    self._on_boundary("told to leave")
+                    group.removal_mark.touch()  # last: nobody tells a marked one again
+                    self._on_boundary("marked for removal")
             case records.DeleteConfig():
                 self._folder.rendezvous.unlink(missing_ok=True)
                 self._on_boundary("rendezvous removed")

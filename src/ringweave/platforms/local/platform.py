@@ -15,7 +15,7 @@ from ringweave.jobs.admission import AccessPolicy, PermissionCache
 from ringweave.jobs.advance import is_finished, with_pending_retry
 from ringweave.jobs.records import DesiredJobState, Job
 from ringweave.jobs.request import JobRequest
-from ringweave.platforms import api, job_logs, submission
+from ringweave.platforms import api, submission
 from ringweave.platforms.agent import job_config
 from ringweave.platforms.api import JobView, LogLine, LogQuery, Platform, RenderedObject, Submission, Tombstones
 from ringweave.platforms.local import supervisor
@@ -105,8 +105,8 @@ class LocalPlatform(Platform):
         entry = self._find_checked(name, "logs")
         submission.check_log_query(entry.job, which)
         folder = job_folder(self._state, entry.id)
-        return job_logs.follow_logs(
-            lambda positions: job_logs.read_new_text(job_logs.find_logs(folder.runs_folder, which), positions),
+        return api.follow_logs(
+            lambda positions: api.read_new_text(api.find_logs(folder.runs_folder, which), positions),
             which,
             is_over=lambda: self._is_over(entry.id),
             sleep=self._sleep,

@@ -103,7 +103,7 @@ class JobSupervisor:
         if not any(group.phase in (GroupPhase.PENDING, GroupPhase.READY) for group in observed.groups):
             self._on_started()
         if wake_s is None:
-            return _poll_interval_s(observed) if _is_under_way(observed) else None
+            return _poll_interval_s(observed) if observed.is_under_way else None
         return max(0.0, min(_poll_interval_s(observed), wake_s - now))
 
     def is_idle(self) -> bool:
@@ -114,7 +114,7 @@ class JobSupervisor:
         if entry is None or entry.problem:
             return True
         observed = self._runtime(entry).observe(sweeps=False)  # another supervisor may run by now
-        return not _is_under_way(observed) and not reconcile.reconcile(entry.job, observed, self._clock())
+        return not observed.is_under_way and not reconcile.reconcile(entry.job, observed, self._clock())
 
     def _apply(self, runtime: "LocalJobRuntime", action: JobAction, now: float) -> None:
         name = type(action).__name__
@@ -191,8 +191,4 @@ def _poll_interval_s(observed: ObservedJobState) -> float:
     """Return the time until the next poll without a notification."""
     if any(group.is_terminating for group in observed.groups):
         return LEAVING_POLL_S
-    return ACTIVE_POLL_S if _is_under_way(observed) else TTL_POLL_S
-
-
-def _is_under_way(observed: ObservedJobState) -> bool:
-    return any(group.phase.is_alive or group.is_terminating for group in observed.groups)
+    return ACTIVE_POLL_S if observed.is_under_way else TTL_POLL_S

@@ -20,9 +20,9 @@ from ringweave.errors import LaunchError
 from ringweave.files import rotation
 from ringweave.jobs import advance, records
 from ringweave.jobs.reconcile import reconcile
-from ringweave.jobs.records import JobAction, JobRecord, ObservedJobState
+from ringweave.jobs.records import JobAction, JobRecord
+from ringweave.jobs.restart_policy import MAX_FAILED_STARTS
 from ringweave.jobs.states import JobState
-from ringweave.launcher.restarts import MAX_FAILED_STARTS
 from ringweave.platforms import api
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_folder import JobFolder
@@ -150,7 +150,7 @@ class SlurmController:
                 return CONTROLLER_RETRY_S
         if todo:
             return 0.0
-        return CONTROLLER_POLL_S if _has_active_groups(observed) else self._release_allocation(entry)
+        return CONTROLLER_POLL_S if observed.is_under_way else self._release_allocation(entry)
 
     def reconcile_or_retry(self) -> float | None:
         """Run one pass. If Slurm or the file system does not answer, the next pass comes later."""
@@ -239,10 +239,6 @@ def without_slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def _is_same_or_newer_grant(key: str, claimed: str) -> bool:
     """Return whether the key is of the same allocation or of a later one."""
     return not claimed or tuple(map(int, key.split("."))) >= tuple(map(int, claimed.split(".")))
-
-
-def _has_active_groups(observed: ObservedJobState) -> bool:
-    return any(group.phase.is_alive or group.is_terminating for group in observed.groups)
 
 
 def grant_from_environment(environ: Mapping[str, str]) -> AllocationGrant:

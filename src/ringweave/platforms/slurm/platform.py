@@ -12,7 +12,7 @@ from ringweave.jobs import admission
 from ringweave.jobs.admission import AccessPolicy, PermissionCache
 from ringweave.jobs.records import Job
 from ringweave.jobs.request import JobRequest
-from ringweave.platforms import api, job_logs, submission
+from ringweave.platforms import api, submission
 from ringweave.platforms.agent import job_config
 from ringweave.platforms.api import JobView, LogLine, LogQuery, Platform, RenderedObject, Submission, Tombstones
 from ringweave.platforms.slurm import allocation, batch_script
@@ -121,8 +121,8 @@ class SlurmPlatform(Platform):
         entry = self._find_entry(name, "logs")
         submission.check_log_query(entry.job, which)
         folder = self._registry.folder(name)
-        return job_logs.follow_logs(
-            lambda positions: job_logs.read_new_text(job_logs.find_logs(folder.runs_folder, which), positions),
+        return api.follow_logs(
+            lambda positions: api.read_new_text(api.find_logs(folder.runs_folder, which), positions),
             which,
             is_over=lambda: self._is_job_finished(name),
             sleep=time.sleep,

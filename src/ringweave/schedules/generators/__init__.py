@@ -8,15 +8,7 @@ from collections.abc import Callable
 
 from ringweave.environment import NATIVE
 from ringweave.errors import UsageError
-from ringweave.schedules.generators import (
-    direct,
-    halving_doubling,
-    hierarchical,
-    leader_matrix,
-    multi_level,
-    parameter_server,
-    ring,
-)
+from ringweave.schedules.generators import direct, halving_doubling, hierarchical, multi_level, parameter_server, ring
 from ringweave.schedules.schedule import CollectiveKind, Schedule
 
 
@@ -31,7 +23,7 @@ def _single_domain_schedule(num_ranks: int) -> Schedule:
 
 _ALLREDUCE_GENERATORS: dict[str, Callable[[int], Schedule]] = {
     "ring": ring.ring,
-    "leader-matrix": lambda num_ranks: leader_matrix.leader_matrix(_one_rank_per_node(num_ranks)),
+    "leader-matrix": lambda num_ranks: hierarchical.leader_matrix(_one_rank_per_node(num_ranks)),
     "hierarchical": lambda num_ranks: hierarchical.hierarchical(_one_rank_per_node(num_ranks)),
     "ps": parameter_server.parameter_server,
     "direct": direct.direct,

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringweave.errors import explain
-from ringweave.membership.member_rules import resolve_reduction
-from ringweave.membership.membership_records import Membership
+from ringweave.membership.membership_records import Membership, resolve_reduction
 from ringweave.planning.balancing import SampleAccount
 from ringweave.training.elastic import member_details, recovery, retained_reductions, script_collectives
 from ringweave.training.elastic.recovery import CatchUp

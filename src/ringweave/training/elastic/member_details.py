@@ -13,9 +13,9 @@ from pydantic import ConfigDict, Field
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.errors import DisagreementError, MembershipError, RingweaveError, TrainingError
 from ringweave.files import file_io
-from ringweave.membership.member_rules import StopTraining
-from ringweave.membership.membership_records import Membership, MemberStatus
+from ringweave.membership.membership_records import Membership, MemberStatus, StopTraining
 from ringweave.membership.messages import ADDRESS_PATTERN, MAX_NOTE_CHARS
+from ringweave.topology import cgroups
 
 
 def record_exit_failures() -> None:
@@ -49,16 +49,12 @@ def describe_validation_error(error: pydantic.ValidationError) -> str:
     return f"{where}: {first['msg']}"
 
 
-def busy_s(schedstat: Path = Path("/proc/self/schedstat")) -> float:
+def busy_s(process: Path = cgroups.PROC_SELF) -> float:
     """Return the seconds in which this process computed, or its main thread waited for a processor.
 
     On a machine that is too busy, a process that makes no progress is still working, and not stuck.
     """
-    try:
-        waited_ns = int(schedstat.read_text().split()[1])
-    except (OSError, ValueError, IndexError):  # a kernel that does not count it
-        waited_ns = 0
-    return time.process_time() + waited_ns / 1e9
+    return time.process_time() + (cgroups.queued_s(process) or 0.0)
 
 
 def suspected_members(error: BaseException, membership: Membership) -> list[str]:

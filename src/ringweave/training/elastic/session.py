@@ -18,8 +18,7 @@ from ringweave.errors import MembershipError, RingweaveError, RpcError, Training
 from ringweave.membership import membership_records
 from ringweave.membership.client import MembershipClient
 from ringweave.membership.failure_detector import Heartbeat
-from ringweave.membership.member_rules import StopTraining
-from ringweave.membership.membership_records import Membership, MemberStatus
+from ringweave.membership.membership_records import Membership, MemberStatus, StopTraining
 from ringweave.training.elastic import member_details, recovery, script_collectives
 from ringweave.training.elastic.commit import CommitProtocol
 from ringweave.training.elastic.recovery import CatchUp, GenerationStart, RecoveryPlan, ReplayLog

@@ -10,8 +10,7 @@ from ringweave.comm import generation_group
 from ringweave.comm.generation_group import GenerationGroups
 from ringweave.errors import CapacityError, MembershipError, RingweaveError
 from ringweave.membership.client import MembershipClient
-from ringweave.membership.member_rules import StopTraining
-from ringweave.membership.membership_records import Membership, MemberStatus
+from ringweave.membership.membership_records import Membership, MemberStatus, StopTraining
 from ringweave.training.elastic import member_details, recovery
 from ringweave.training.elastic.recovery import CatchUp
 from ringweave.training.elastic.retained_reductions import FetchOnceBroadcast, RetainedReduction

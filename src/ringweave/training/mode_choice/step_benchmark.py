@@ -14,6 +14,7 @@ gradients of zero.
 
 import dataclasses
 import math
+import operator
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ from ringweave.training.mode_choice import forecast, trial
 from ringweave.training.options import Local, Script
 from ringweave.training.outer_optimizer import OuterOptimizer
 from ringweave.training.outer_steps import OuterExchange, SiteExchange, SiteReport
-from ringweave.training.rings.server_job import SERVER_START_TIMEOUT_S, server_connectors
+from ringweave.training.rings.ring_formation import SERVER_START_TIMEOUT_S, server_connectors
 
 _BENCHMARK_KEYS = ("reducing_s", "balanced_s", "serving_s", "exchanging_s", "benchmarked_s", "rounds_s")
 """Keys that the benchmark adds to the ranks' reports."""
@@ -272,7 +273,7 @@ def benchmark_sites(
     """
     model, optimizer, loader = triple
     inner, index = gradients.unwrap_ddp(model), exchange.site_control.rank
-    site_samples = -(-reports[0]["batch_samples"] // len(exchange.sites))
+    site_samples = -(-reports[0]["batch_samples"] * len(exchange.site) // len(reports))
     shares = balancing.apportion(site_samples, _speeds_of([reports[rank] for rank in exchange.site]))
     device, num_values = next(inner.parameters()).device, min(reports[0]["num_bytes"], _MAX_MESSAGE_BYTES) // 4
     runner = _StepRunner(
@@ -289,7 +290,7 @@ def benchmark_sites(
     if any(each["problem"] for each in seen):
         return [{**each, **dict.fromkeys(_SITE_KEYS)} for each in reports]
     num_steps = _count_in_budget(max(each["step_s"] for each in seen))
-    own = statistics.fmean(runner.run(num_steps).steps_s)
+    own = _settled_mean(runner.run(num_steps).steps_s)
     steps_s = [each["step_s"] for each in control_group.gather_json({"step_s": own})]
     outer = _OuterRounds(runner, inner, exchange, local, control_group)
     common = outer.measure([max(steps_s[rank] for rank in site) for site in exchange.sites])
@@ -299,6 +300,11 @@ def benchmark_sites(
 def _count_in_budget(seconds: float) -> int:
     """Return the number of runs of so many seconds."""
     return max(3, min(_MAX_SITE_STEPS, int(_SITE_BUDGET_S / max(seconds, 1e-9))))
+
+
+def _settled_mean(seconds: Sequence[float]) -> float:
+    """Return the mean without the first quarter, in which schedules are tried, as training does at its start only."""
+    return statistics.fmean(seconds[len(seconds) // 4 :])
 
 
 class _OuterRounds:
@@ -318,7 +324,8 @@ class _OuterRounds:
         """Return the measured times that are the same for all ranks, by the seconds of the sites' inner steps."""
         self._seconds_of(2, 0)  # the first one makes connections
         exchange_s = self._seconds_of(_count_in_budget(self._seconds_of(1, 0)), 0)
-        step_s = len(site_steps_s) / math.fsum(1 / each_s for each_s in site_steps_s)
+        num_ranks = [len(site) for site in self._exchange.sites]
+        step_s = sum(num_ranks) / math.fsum(map(operator.truediv, num_ranks, site_steps_s))
         split = sites.RoundSplit(batch_samples=1, inner_steps=self._fragments, speeds=(1.0,), fragments=self._fragments)
         if self._local.inner_steps:
             split = dataclasses.replace(split, inner_steps=self._local.inner_steps)
@@ -327,6 +334,7 @@ class _OuterRounds:
         round_steps = max(1, min(split.round_steps, int(_SITE_BUDGET_S / step_s)))
         own_steps = max(1, round(round_steps * step_s / site_steps_s[self._exchange.index]))
         round_s = self._seconds_of(_count_in_budget(max(exchange_s, round_steps * step_s)), own_steps)
+        exchange_s = min(exchange_s, round_s)  # a round has one
         outer_s = (round_s - max(exchange_s, round_steps * step_s)) * self._in_proportion
         exchange_s *= self._in_proportion
         round_s = max(exchange_s, round_steps * step_s) + outer_s
@@ -334,16 +342,18 @@ class _OuterRounds:
         return {"outer_exchange_s": exchange_s, "round_s": round_s, "round_steps": round_steps}
 
     def _seconds_of(self, num_rounds: int, num_steps: int) -> float:
-        """Return the mean seconds of a round with so many inner steps of this site, over all ranks."""
-        began_s = self._runner.clock()
+        """Return the mean seconds of a settled round with so many inner steps of this site, over all ranks."""
+        seconds = list[float]()
         for _ in range(num_rounds):
+            began_s = self._runner.clock()
             gradient = self._outer.begin_step([0])
             running = OuterExchange(self._exchange, self._local.format, gradient, SiteReport(weight=1.0))
             self._runner.run(num_steps)
             running.wait()
             self._outer.apply_step(gradient)
-        seconds = (self._runner.clock() - began_s) / num_rounds
-        return statistics.fmean(each["seconds"] for each in self._control.gather_json({"seconds": seconds}))
+            seconds.append(self._runner.clock() - began_s)
+        own = {"seconds": _settled_mean(seconds)}
+        return statistics.fmean(each["seconds"] for each in self._control.gather_json(own))
 
 
 def _copy_fragment(model: nn.Module, num_fragments: int) -> tuple[nn.Module, float]:

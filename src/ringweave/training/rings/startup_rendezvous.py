@@ -20,8 +20,7 @@ from ringweave.environment import WorkerEnvironment
 from ringweave.jobs import modes
 from ringweave.membership.client import CALL_TIMEOUT_S, MembershipClient
 from ringweave.membership.failure_detector import Heartbeat
-from ringweave.membership.member_rules import StopTraining
-from ringweave.membership.membership_records import Membership, MemberStatus, parse_member_name
+from ringweave.membership.membership_records import Membership, MemberStatus, StopTraining, parse_member_name
 from ringweave.membership.messages import STARTUP_RENDEZVOUS, CoordinatorStatus, CoordinatorStatusRequest, Join
 from ringweave.param_server.client import RingClient
 from ringweave.param_server.messages import RingAssignmentReply
@@ -32,7 +31,7 @@ from ringweave.training.elastic import member_details, member_process
 from ringweave.training.mode_choice import forecast
 from ringweave.training.options import Script
 from ringweave.training.recorder import Recorder
-from ringweave.training.rings import server_job
+from ringweave.training.rings import ring_formation
 from ringweave.training.rings.elastic_ring import AssignedMember
 from ringweave.training.rings.ring_formation import relative_speeds
 from ringweave.training.rings.ring_progress import SlotAssignment
@@ -202,7 +201,7 @@ def assign_ring(
     Raises:
         MembershipError: The job is over, or has begun without this worker, or no server answers.
     """
-    connectors = server_job.server_connectors(environment, authentication)
+    connectors = ring_formation.server_connectors(environment, authentication)
     name, num_workers = member_process.member_name(environment), int(os.environ.get("WORLD_SIZE", "1"))
     is_needed = forecast.is_served(environment)
     prospects = forecast.describe_own_rank(
@@ -212,7 +211,7 @@ def assign_ring(
     rendezvous = StartupRendezvous(name, {**must_match, "cap": script.max_samples, "node": node, **prospects})
     is_late = parse_member_name(name)[1] > 0  # then the server started long ago, or has ended
     client = RingClient(
-        connectors, 0, reconnect_timeout_s=_RESTARTED_SEARCH_S if is_late else server_job.SERVER_START_TIMEOUT_S
+        connectors, 0, reconnect_timeout_s=_RESTARTED_SEARCH_S if is_late else ring_formation.SERVER_START_TIMEOUT_S
     )
     join = Join(part=STARTUP_RENDEZVOUS, expected=num_workers)
     membership_client = MembershipClient(
@@ -251,15 +250,16 @@ def _begin_server_job(
     speeds = relative_speeds(profiles)
     if mode == modes.LOCAL:
         ring_indices = sites.sites_of(script.local.sites, profiles)
+        reason += sites.explain_sites(script.local.sites, profiles)
     else:
-        ring_indices = server_job.form_initial_rings(mode, settings, speeds, profiles, rings_by_links).rings
-    shares = server_job.initial_shares(script.spec.batch_samples, speeds, profiles)
+        ring_indices = ring_formation.form_initial_rings(mode, settings, speeds, profiles, rings_by_links).rings
+    shares = ring_formation.initial_shares(script.spec.batch_samples, speeds, profiles)
     rings = [[slots[place] for place in ring] for ring in ring_indices]
-    setup = server_job.build_server_setup(script.model, script.optimizer, rings, settings)
+    setup = ring_formation.build_server_setup(script.model, script.optimizer, rings, settings)
     update: dict[str, Any] = {"shares": [[shares[place] for place in ring] for ring in ring_indices]}
     if settings.local_steps:
         update["local_steps"] = [settings.local_steps] * len(ring_indices)
-    server_job.start_server_job(client, setup.model_copy(update=update), script.parameters)
+    ring_formation.start_server_job(client, setup.model_copy(update=update), script.parameters)
     recorder = Recorder(environment, 0)
     recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=tuple(shares))
     recorder.rings_formed(rings=rings, most_versions=StalenessPolicy(num_rings=len(rings)).max_versions)

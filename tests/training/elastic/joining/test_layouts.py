@@ -12,7 +12,7 @@ from ringweave.errors import TrainingError
 from ringweave.membership.membership_records import MemberDirective, Membership, MemberStatus
 from ringweave.membership.messages import StatusReport, WatchUpdate
 from ringweave.training.elastic import recovery
-from tests.wire.mutations import mutated
+from tests.rpc.mutations import mutated
 
 
 def test_a_layout_comes_back_as_it_was() -> None:

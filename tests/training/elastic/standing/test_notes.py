@@ -10,7 +10,7 @@ import pytest
 from ringweave.errors import TrainingError
 from ringweave.membership.membership_records import MemberStatus
 from ringweave.training.elastic import member_details
-from tests.wire.mutations import mutated
+from tests.rpc.mutations import mutated
 
 NOTE: dict[str, Any] = {
     "store": "10.0.0.1 4711",

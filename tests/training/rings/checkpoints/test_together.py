@@ -10,7 +10,7 @@ from ringweave.param_server.data_shards import remaining_spans
 from ringweave.testing.ranks import Ranks
 from ringweave.training.checkpoints import store
 from tests.fakes.elastic_job import ElasticJob
-from tests.params.ring.test_rings import TIMEOUT_S, serving
+from tests.param_server.ring.test_rings import TIMEOUT_S, serving
 from tests.polling import wait_until
 from tests.training.rings.checkpoints import saving_functions
 from tests.training.rings.checkpoints.test_killed_jobs import LEAST_STEP, check_goes_on, order_of

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from ringweave.errors import ConnectionLostError, MembershipError, RemoteError
-from ringweave.membership.member_rules import StopTraining
-from ringweave.membership.membership_records import Membership
+from ringweave.membership.membership_records import Membership, StopTraining
 from ringweave.param_server.messages import RingAssignmentReply
 from ringweave.training.rings import startup_rendezvous
 from ringweave.training.rings.startup_rendezvous import StartupRendezvous
