@@ -28,7 +28,7 @@ class PassThroughProcessGroup(ProcessGroup):
     """Process group that gives every allreduce to Gloo and returns Gloo's own work."""
 
     def __init__(self, gloo: Any) -> None:
-        super().__init__(gloo.rank(), gloo.size())
+        super().__init__(gloo.rank(), gloo.size())  # pyrefly: ignore
         self._gloo = gloo
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
@@ -128,7 +128,7 @@ def main() -> None:
     dist.init_process_group("ringweave")
     gloo = dist.new_group(backend="gloo")
     store = PrefixStore("pass-through/", dist.distributed_c10d._get_default_store())
-    passing = PassThroughProcessGroup(ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size()))
+    passing = PassThroughProcessGroup(ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size()))  # pyrefly: ignore
     groups = {"ringweave": dist.group.WORLD, "gloo": gloo, "pass-through": passing}
     systems = {name: System(group) for name, group in groups.items()}
     rows = [

@@ -198,7 +198,7 @@ def run(options: argparse.Namespace) -> list[Row]:
         __file__, [*own, "--folder", str(folder)], cluster(options.folder), folder, on_step, quotas="off"
     )
     return [
-        Row(*step.more, step.ended_s - before_s)
+        Row(*step.more, step.ended_s - before_s)  # pyrefly: ignore - the more are three
         for step, before_s in zip(steps, [steps[0].first_begun_s, *(step.ended_s for step in steps)], strict=False)
     ]
 

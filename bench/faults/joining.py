@@ -154,7 +154,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.give:
-        give(*options.give, options.megabytes)
+        give(*options.give, options.megabytes)  # pyrefly: ignore - two numbers
         return 0
     if options.take:
         address, port, credentials = options.take

@@ -163,7 +163,7 @@ def train(*, with_guard: bool, grows: bool) -> None:
         steps_s.append(time.perf_counter() - began)
         began = time.perf_counter()
     if not grows:
-        print(f"rank {rank}: {1e3 * loader._parts.balancer.speed.s_per_sample:.2f} ms a sample (measured)")
+        print(f"rank {rank}: {1e3 * loader.source.membership.balancer.speed.s_per_sample:.2f} ms a sample (measured)")
     if rank == 0:
         last = statistics.median(steps_s[-10:])
         print(f"rank 0: {len(steps_s)} steps; {last:.3f} s a step at the end (measured), loss {loss.item():.4f}")

@@ -27,6 +27,7 @@ from ringweave.training import Asynchronous
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.data import order
 from ringweave.training.mode_choice import forecast, step_benchmark
+from ringweave.training.options import Script
 
 READY, TURNED = "ready", "turned"
 """Files by which rank 0 asks for quotas."""
@@ -122,8 +123,22 @@ def chosen_by_auto(options: argparse.Namespace) -> list[str]:
     own["num_samples"] = reading.num_samples
     said = messages.gather_json(own)
     settings = Asynchronous(local_steps=ROWS[options.row].local_steps)
-    decided, triple = modes.decide_mode(modes.AUTO, modes.AUTO, messages.world_size), (model, optimizer, loader)
-    said = step_benchmark.benchmark_if_useful(said, triple, messages, environment, settings, decided[0], is_open=True)
+    decided = modes.decide_mode(modes.AUTO, modes.AUTO, messages.world_size)
+    script = Script(
+        model=model,
+        optimizer=optimizer,
+        loader=loader,
+        spec=reading,
+        seed=options.seed,
+        mode=modes.AUTO,
+        reduction="mean",
+        max_samples=None,
+        ddp={},
+        settings=settings,
+        extra_state={},
+        on_failure="recompute",
+    )
+    said, _ = step_benchmark.benchmark_if_useful(said, script, messages, environment, decided[0], is_open=True)
     return list(forecast.choose_mode(decided, said, None, is_open=True, local_steps=settings.local_steps)[:2])
 
 
