@@ -232,6 +232,23 @@ def test_noise_of_ten_per_cent_changes_nothing() -> None:
     assert world.of_kind("plan_changed") == []
 
 
+def test_a_drift_that_costs_less_than_a_survey_is_not_surveyed() -> None:
+    """Collectives of 66 kB take 4 ms longer, of which 150 cost the 0.6 s that four phases of a survey take."""
+    world = World(noise=0.02, tuned={message_class(66_000): "ring"})
+    for _ in range(600):
+        world.step(66_000)
+    slower_s = 0.004
+    honest = world.seconds
+    world.seconds = lambda name, num_bytes: honest(name, num_bytes) + slower_s  # type: ignore[method-assign]
+    assert honest("ring", 66_000) < 3 * slower_s
+    for _ in range(100):
+        world.step(66_000)
+    assert world.num_surveys == 0
+    for _ in range(2000):
+        world.step(66_000)
+    assert world.num_surveys >= 1
+
+
 def test_a_job_that_slows_itself_down_is_surveyed_less_and_less() -> None:
     world = World(tuned={message_class(SIZE): "ring"})
     factor = 1.0

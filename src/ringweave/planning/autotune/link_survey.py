@@ -50,13 +50,16 @@ class SurveyHistory:
     """The same for surveys of links that were slow."""
     num_fruitless: int = 0
     """Surveys since the last one that changed a plan."""
+    duration_s: float = 0.0
+    """Duration of the last survey of all links; 0 before the first one."""
 
-    def record_survey(self, now_s: float, duration_s: float) -> None:
-        """Record a survey that has changed nothing so far."""
+    def record_survey(self, now_s: float, duration_s: float, *, is_whole: bool) -> None:
+        """Record a survey, of all links or of some, that has changed nothing so far."""
         fraction = max(_SURVEY_TIME_FRACTION, _FIRST_SURVEY_TIME_FRACTION / 2**self.num_fruitless)
         self.next_recheck_s = now_s + duration_s / _SURVEY_TIME_FRACTION
         self.next_drift_survey_s = now_s + duration_s / fraction
         self.num_fruitless += 1
+        self.duration_s = duration_s if is_whole else self.duration_s
 
     def record_change(self, now_s: float) -> None:
         """Record that the survey has changed the plan."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ringweave import cost
 from ringweave.cost import Assumptions
 from ringweave.planning import simulated
-from ringweave.planning.autotune.link_survey import LinkSurvey, SurveyHistory, SurveyPhase
+from ringweave.planning.autotune.link_survey import SURVEY_PHASE_S, LinkSurvey, SurveyHistory, SurveyPhase
 from ringweave.planning.autotune.tuning_messages import TuningDecision, TuningReport, message_class
 from ringweave.planning.group_planner import plan_group
 from ringweave.planning.plans import Plan
@@ -39,10 +39,9 @@ class DriftVerdict(enum.Enum):
 
 
 class DriftDetector:
-    """Detects drift in the times of one schedule in one message class.
+    """Detects drift in the times of one schedule in one message class: five of the newest six lie beyond the limit.
 
-    A few slow collectives are no drift: five of the newest six must lie beyond the limit. With a well-known baseline,
-    normal noise of 10 % does that by chance once in 1e10 collectives.
+    With a well-known baseline, normal noise of 10 % does that by chance once in 1e10 collectives.
     """
 
     def __init__(self) -> None:
@@ -58,6 +57,12 @@ class DriftDetector:
     def current(self) -> float | None:
         """Return the median of the newest collectives; None while too few were observed."""
         return statistics.median(self._newest) if len(self._newest) == DRIFT_WINDOW else None
+
+    @property
+    def difference(self) -> float:
+        """Return by how many seconds per byte the newest differ from the baseline; 0 while steady."""
+        is_steady = self.verdict is DriftVerdict.STEADY
+        return 0.0 if is_steady or self.current is None or self.baseline is None else abs(self.current - self.baseline)
 
     @property
     def may_be_faster(self) -> bool:
@@ -155,10 +160,7 @@ NATIVE_EQUIVALENT = "ring"
 
 
 class PlanPredictor:
-    """Predicts the seconds of plans at any rates; counts the link demands of a schedule once for all sizes.
-
-    Plans are compared by identity, so a plan must live as long as this object.
-    """
+    """Predicts the seconds of plans, which live as long as it, at any rates; counts link demands once for all sizes."""
 
     def __init__(self, placement: GroupPlacement) -> None:
         self._placement = placement
@@ -393,12 +395,16 @@ class _ClassTuning:
     period: int = 1
     interval_s: float = 0.0
     """Seconds from one collective to the next, including everything in between, since the last decision."""
+    drifted_s: float = 0.0
+    """Seconds by which collectives together have differed from the baseline since they began to."""
 
     def record_decision_time(self, now_s: float) -> None:
         """Record that the ranks have reached the next decision."""
         if self.decided_at_s is not None:
             self.interval_s = (now_s - self.decided_at_s) / self.period
         self.decided_at_s = now_s
+        more_s = self.drift.difference * self.num_bytes * self.period
+        self.drifted_s = self.drifted_s + more_s if more_s else 0.0
 
     @property
     def measured(self) -> dict[str, float]:
@@ -443,14 +449,11 @@ class Autotuner:
         self._rates = dict(rates or {})
         self._winners_at_nominal_rates = {} if self._rates else dict(known_winners or {})
         self._events: list[TuningEvent] = []
-        self._placement = placement
-        self._plan = plan
-        self._plan_version = 1
+        self._placement, self._plan, self._plan_version = placement, plan, 1
         self._classes: dict[str, _ClassTuning] = {}
         self._trial: tuple[str, str, int] | None = None
         self._survey_phases: tuple[SurveyPhase, ...] = ()
-        self._survey_reason = ""
-        self._suspects: tuple[str, ...] = ()
+        self._suspects, self._survey_reason = tuple[str, ...](), ""
         self._last_doubted_version = 0
         self._add_event("plan_made", rates=dict(self._rates), **self._plan_facts())
 
@@ -503,7 +506,7 @@ class Autotuner:
         revised_rates = (
             survey.revised_rates(self._survey_phases, measured) if all(rate > 0 for rate in measured) else {}
         )
-        self._history.record_survey(now_s, duration_s)
+        self._history.record_survey(now_s, duration_s, is_whole=not self._suspects)
         is_new = self._update_rates(revised_rates)
         new_plan = self._placement.plan(self._rates) if is_new else self._plan
         before_s, after_s = self._compare_plans(new_plan)
@@ -621,7 +624,8 @@ class Autotuner:
         if verdict == DriftVerdict.FASTER and not self._rates and not self._placement.rates:
             # No link is slower than the cluster file says: other work has delayed the ranks before.
             case.drift, verdict = DriftDetector(), DriftVerdict.STEADY
-        if verdict != DriftVerdict.STEADY and now_s >= self._history.next_drift_survey_s:
+        is_worth_it = verdict != DriftVerdict.STEADY and case.drifted_s >= self._survey_s()
+        if is_worth_it and now_s >= self._history.next_drift_survey_s:
             now_and_usual = f"{case.drift.current or 0:.3g} s per byte, it was {case.drift.baseline or 0:.3g}"
             self._survey_reason = f"collectives are {verdict.value}: {now_and_usual}"
             return True
@@ -666,6 +670,10 @@ class Autotuner:
                     rates.pop(name, None)
         return self._rates != before
 
+    def _survey_s(self) -> float:
+        """Return the expected duration of a survey: what a drift has to cost before it is worth one."""
+        return self._history.duration_s or SURVEY_PHASE_S * len(self._make_survey().phases())
+
     def _make_survey(self) -> LinkSurvey:
         return LinkSurvey(self._placement.network(self._rates), tuple(dict.fromkeys(self._placement.nodes)))
 
@@ -685,11 +693,8 @@ class Autotuner:
         return before_s, after_s
 
     def _plan_facts(self) -> dict[str, object]:
-        return {
-            "version": self._plan_version,
-            "bound_s_per_byte": self._plan.bound_s_per_byte,
-            "binding": self._plan.binding,
-        }
+        plan = self._plan
+        return {"version": self._plan_version, "bound_s_per_byte": plan.bound_s_per_byte, "binding": plan.binding}
 
     def _add_event(self, kind: str, **fields: object) -> None:
         self._events.append(TuningEvent(kind, fields))
