@@ -37,7 +37,7 @@ demo: setup
 
 # More processes than two cores: many tests wait for processes of their own. A process of tests has 1 GB, with what it
 # starts. These are many, and each would compile all that it imports where no bytecode is kept.
-TEST_PROCESSES ?= 7
+TEST_PROCESSES ?= 5
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal
 # DEMAND="lab browser": what needs a lab or a browser fails where there is none, and is not skipped.
 test: setup

@@ -135,7 +135,7 @@ def test_a_signal_to_torchrun_is_an_interruption(tmp_path: Path) -> None:
     process = start(tmp_path, ENDLESS, [*ALONE, "--nproc-per-node=1"], RINGWEAVE_RUN_DIR="run")
     with ended(process):
         until_s = time.monotonic() + 120
-        while not (tmp_path / "run" / "events.jsonl").exists():
+        while not (tmp_path / "run" / "run.json").exists():
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < until_s
             time.sleep(0.05)

@@ -11,12 +11,12 @@ import pytest
 
 from ringweave.errors import JobError, LaunchError, UnknownJobError, UsageError
 from ringweave.jobs.request import JobRequest, NodeRequest
-from ringweave.platforms import registry, remote_adapter
+from ringweave.platforms import registry, remote, remote_adapter
 from ringweave.platforms.api import LogLine, LogQuery
 from ringweave.platforms.local import supervisor
 from ringweave.platforms.local.job_folder import job_folder
 from ringweave.platforms.local.platform import LocalPlatform
-from ringweave.platforms.registry import RemotePlatform
+from ringweave.platforms.remote import RemotePlatform
 from ringweave.platforms.remote_adapter import RemoteAdapter
 from tests.platforms.served import TOKEN, served
 
@@ -88,15 +88,15 @@ def test_logs_may_be_silent_for_long(
     assert [sock.gettimeout() for sock in made] == [None], "whatever is read of it may take any time"
     assert [line.text for line in lines] == ["a"]
     there.job("job")
-    assert made[-1].gettimeout() == registry.ANSWER_TIMEOUT_S
+    assert made[-1].gettimeout() == remote.ANSWER_TIMEOUT_S
 
 
 def test_the_script_that_travels_is_the_one_that_runs(there: RemotePlatform, tmp_path: Path) -> None:
     request = str(replace(REQUEST, script=str(tmp_path / "s.py")))
     body = {"request": request, "script_text": "print('sent')", "dry_run": True}
-    assert "print('sent')" in there._request("POST", registry.JOBS_PATH, body)["objects"][0]["text"]
+    assert "print('sent')" in there._request("POST", remote.JOBS_PATH, body)["objects"][0]["text"]
     with pytest.raises(JobError, match=r"script_text: None, expected the text of the script\. Send the script's text"):
-        there._request("POST", registry.JOBS_PATH, body | {"script_text": None})
+        there._request("POST", remote.JOBS_PATH, body | {"script_text": None})
 
 
 def test_a_module_needs_no_script_that_travels(there: RemotePlatform, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_what_is_not_of_the_protocol(there: RemotePlatform) -> None:
 
 
 def test_another_protocol_is_refused_and_both_are_named(there: RemotePlatform, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "JOBS_PATH", "/v3/jobs")
+    monkeypatch.setattr(remote, "JOBS_PATH", "/v3/jobs")
     expected = (
         r"protocol of the request: 'v3', expected v2, which ringweave 0\.1\.0 serves here\. Use a ringweave of the same"
     )
@@ -146,7 +146,7 @@ def test_a_job_that_is_not_there_is_told_from_other_refusals_and_from_a_proxys(
 def test_a_request_of_no_length_is_refused(adapter: RemoteAdapter, length: str) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}", "Content-Length": length}
     connection = http.client.HTTPConnection("127.0.0.1", adapter.server_port, timeout=60)
-    connection.request("POST", registry.JOBS_PATH, headers=headers)
+    connection.request("POST", remote.JOBS_PATH, headers=headers)
     answer = connection.getresponse()
     assert (answer.status, b"bytes of the request: " in answer.read()) == (409, True)
     connection.close()
@@ -155,7 +155,7 @@ def test_a_request_of_no_length_is_refused(adapter: RemoteAdapter, length: str) 
 @pytest.mark.parametrize("body", [b"[" * 100_000, b"\xff\xfe", b"9" * 5000, b"{"])
 def test_a_request_of_rubbish_is_refused(adapter: RemoteAdapter, body: bytes) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", adapter.server_port, timeout=60)
-    connection.request("POST", registry.JOBS_PATH, body, {"Authorization": f"Bearer {TOKEN}"})
+    connection.request("POST", remote.JOBS_PATH, body, {"Authorization": f"Bearer {TOKEN}"})
     answer = connection.getresponse()
     assert (answer.status, b"expected JSON. See docs/how-to/write-a-platform.md" in answer.read()) == (409, True)
     connection.close()
@@ -188,8 +188,8 @@ def test_an_answer_of_rubbish_is_the_adapters_fault(
     strange: tuple[RemotePlatform, list[bytes]], rubbish: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there, said = strange
-    monkeypatch.setattr(registry, "MAX_ANSWER_BYTES", 5000)
-    monkeypatch.setattr(registry, "MAX_LINE_BYTES", 5000)
+    monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 5000)
+    monkeypatch.setattr(remote, "MAX_LINE_BYTES", 5000)
     said.append(rubbish)
     expected = r"service http://127\.0\.0\.1:\d+: .*, expected an answer of the protocol"
     for ask in (there.jobs, lambda: there.job("job")):
@@ -212,9 +212,9 @@ def test_it_cannot_be_reached(adapter: RemoteAdapter) -> None:
 
 def test_addresses_and_tokens(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret\n")
-    environ = {registry.TOKEN_FILE: str(tmp_path / "token")}
+    environ = {remote.TOKEN_FILE: str(tmp_path / "token")}
     assert isinstance(registry.open_platform("https://jobs.example:1", environ), RemotePlatform)
     with pytest.raises(UsageError, match=r"service: 'ftp://x', expected http\(s\)://HOST:PORT\. Write it like https"):
         registry.open_platform("ftp://x", {})
     with pytest.raises(UsageError, match=r"token file: '/nosuch', expected a file that can be read\. Correct"):
-        registry.open_platform("http://x", {registry.TOKEN_FILE: "/nosuch"})
+        registry.open_platform("http://x", {remote.TOKEN_FILE: "/nosuch"})

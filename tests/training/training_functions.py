@@ -287,7 +287,7 @@ def train_balanced(slow_rank: int, sample_s: float, num_steps: int, dtype: torch
         nonlocal now_s
         now_s += each_s * len(inputs[0])
 
-    HostTimeline.mark = lambda _: (now_s, 0.0)  # pyrefly: ignore
+    HostTimeline.mark = lambda _: (now_s, 0.0, 0.0)  # pyrefly: ignore
     model[0].register_forward_hook(pass_time)
     parallel, optimizer, shared = ringweave.prepare(model, optimizer, loader, mode="balanced")
     seen: list[tuple[int, ...]] = []

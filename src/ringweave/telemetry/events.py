@@ -206,16 +206,16 @@ class UnreadRecords:
         return f"{records} could not be read: {found}." if found else ""
 
 
-def read_events(path: str | Path) -> Iterator[Event]:
+def read_events(path: str | Path, unread: UnreadRecords | None = None) -> Iterator[Event]:
     """Yield the events in the file, oldest first; none without a file.
 
-    Lines that are no event as its kind has to be are skipped; so are overlong lines.
+    Lines that are no event as its kind has to be are counted in `unread`, and skipped; so are overlong lines.
 
     Raises:
         UsageError: An attempt in it has events of another format.
     """
     for line in event_lines(path).read_new():
-        event = parse_event(line)
+        event = parse_event(line, unread)
         if event is not None:
             _check_format(event, path)
             yield event
@@ -270,18 +270,18 @@ def find_event_files(folder: str | Path) -> tuple[int, list[Path]]:
     return last, sorted(path for path, number in rounds.items() if number == last)
 
 
-def read_run(folder: str | Path) -> list[Event]:
+def read_run(folder: str | Path, unread: UnreadRecords | None = None) -> list[Event]:
     """Return the events of the last attempt of a run, or of its last round on all nodes, by their times."""
     last, paths = find_event_files(folder)
     if not last:
-        return read_last_attempt(paths[0])
-    return sorted((event for path in paths for event in read_events(path)), key=lambda event: event["time"])
+        return read_last_attempt(paths[0], unread)
+    return sorted((event for path in paths for event in read_events(path, unread)), key=lambda event: event["time"])
 
 
-def read_last_attempt(path: str | Path) -> list[Event]:
+def read_last_attempt(path: str | Path, unread: UnreadRecords | None = None) -> list[Event]:
     """Return the events since the last `run_started`: those of the newest attempt in a run directory."""
     events: list[Event] = []
-    for event in read_events(path):
+    for event in read_events(path, unread):
         if event["kind"] == "run_started":
             events.clear()
         events.append(event)

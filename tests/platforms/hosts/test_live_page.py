@@ -43,7 +43,10 @@ def check_live(run: dict[str, Any], nodes: list[str]) -> None:
 def kill_connections() -> int:
     """Kill the processes by which pages reach hosts; return how many they were."""
     programs = psutil.Process().children(recursive=True)
-    pages = [each for each in programs if {"ringweave", "ui"} <= set(each.cmdline())]
+    pages = []
+    for each in programs:
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended, or a zombie
+            pages += [each] if {"ringweave", "ui"} <= set(each.cmdline()) else []
     connections = [each for page in pages for each in page.children(recursive=True)]
     for each in connections:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -48,9 +48,9 @@ def chain_broadcast(num_ranks: int, root: int = 0, order: Sequence[int] | None =
     return Schedule("chain broadcast", Collective("broadcast", root=root), num_ranks, (1,), rounds)
 
 
-def chain_reduce(num_ranks: int, root: int = 0) -> Schedule:
+def chain_reduce(num_ranks: int, root: int = 0, order: Sequence[int] | None = None) -> Schedule:
     """Reduce along the chain of `chain_broadcast`, reversed: each rank forwards its partial sum towards the root."""
-    return mirror(chain_broadcast(num_ranks, root))
+    return mirror(chain_broadcast(num_ranks, root, order))
 
 
 def binomial_broadcast(num_ranks: int, root: int = 0) -> Schedule:
