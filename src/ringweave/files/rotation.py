@@ -250,9 +250,8 @@ class RotatingFile:
         first = 1 + _last_line(segments, kept)
         last = first - 1 + max(1, _count_lines(descriptor))
         try:
-            if file_io.is_same_file(
-                self.path, descriptor
-            ):  # where there are no locks, another process may have been faster
+            # Where there are no locks, another process may have been faster.
+            if file_io.is_same_file(self.path, descriptor):
                 self.path.rename(self.path.with_name(f"{self.path.name}.{first}-{last}"))
         except OSError:
             return False

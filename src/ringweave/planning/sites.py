@@ -197,8 +197,13 @@ class RoundSplit:
     @property
     def site_batches(self) -> tuple[int, ...]:
         """Most samples of an inner step of each site: a rank has as many as in a train step of all ranks."""
-        ranks = self.num_ranks or (1,) * len(self.speeds)
+        ranks = self._weights
         return tuple(-(-self.batch_samples * each // sum(ranks)) for each in ranks)
+
+    @property
+    def _weights(self) -> tuple[int, ...]:
+        """Parts of the sites in a train step: their ranks."""
+        return self.num_ranks or (1,) * len(self.speeds)
 
     def inner_lr_factor(self, site: int, *, is_scale_invariant: bool) -> float:
         """Return the factor of a site's learning rates with which the mean of all moves as far as one process would.
@@ -215,7 +220,7 @@ class RoundSplit:
 
         Source: the square-root rule of Malladi et al. (arXiv 2205.10287); measured in docs/notebook/2026-11.md.
         """
-        total, ranks = math.fsum(self.speeds), self.num_ranks or (1,) * len(self.speeds)
+        total, ranks = math.fsum(self.speeds), self._weights
         moved = math.fsum((speed / total) ** 2 for speed in self.speeds)
         return (ranks[site] / sum(ranks)) ** (0.5 if is_scale_invariant else 1.0) / moved
 

@@ -6,12 +6,14 @@ cgroup-v1 with scheduler/sched-bwc.rst and memory.rst.
 
 import contextlib
 import os
+import weakref
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ringweave.environment import cpu_quota_of_environ
 
 PROC_SELF = Path("/proc/self")
+_MAX_SCHEDSTAT_BYTES = 128
 _ESCAPED_SPACE = "\\040"
 _US = 1e-6
 
@@ -105,16 +107,28 @@ class ProcessCpuQuota:
         return max(map(_throttled_s, self._groups), default=0.0)
 
 
-def queued_s(process: Path = PROC_SELF) -> float | None:
-    """Return the seconds so far in which the main thread was ready to run and had no processor; None if not counted.
+class ProcessorQueue:
+    """Waits of a process's main thread for a processor, while others run there or a quota is used up.
 
-    Others ran on the processors, or a quota was used up.
+    The kernel's file stays open: it is read several times in a train step.
     """
-    try:
-        with (process / "schedstat").open("rb", buffering=0) as numbers:
-            return int(numbers.read().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):  # a kernel that does not count it
-        return None
+
+    def __init__(self, process: Path = PROC_SELF) -> None:
+        try:
+            self._descriptor = os.open(process / "schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # a kernel that does not count it
+            self._descriptor = None
+        else:
+            weakref.finalize(self, os.close, self._descriptor)
+
+    def waited_s(self) -> float | None:
+        """Return the seconds so far in which the thread was ready to run and had no processor; None if not counted."""
+        if self._descriptor is None:
+            return None
+        try:
+            return int(os.pread(self._descriptor, _MAX_SCHEDSTAT_BYTES, 0).split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):
+            return None
 
 
 def find_pressure_file(process: Path, kind: str) -> Path | None:

@@ -135,7 +135,9 @@ class HostTimeline(Timeline):
     @classmethod
     def of_this_process(cls) -> Self:
         """Return a timeline with processor time and quota of this process."""
-        return cls(processor=time.process_time, quota=cgroups.ProcessCpuQuota().read, queued=cgroups.queued_s)
+        return cls(
+            processor=time.process_time, quota=cgroups.ProcessCpuQuota().read, queued=cgroups.ProcessorQueue().waited_s
+        )
 
     def mark(self) -> tuple[float, float, float | None]:
         return self._clock(), self._processor(), self._queued()

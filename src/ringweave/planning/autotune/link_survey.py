@@ -51,7 +51,7 @@ class SurveyHistory:
     num_fruitless: int = 0
     """Surveys since the last one that changed a plan."""
     duration_s: float = 0.0
-    """Duration of the last survey of all links; 0 before the first one."""
+    """Duration of the last survey of all links, or the expected one of the first; 0 if none is expected yet."""
 
     def record_survey(self, now_s: float, duration_s: float, *, is_whole: bool) -> None:
         """Record a survey, of all links or of some, that has changed nothing so far."""
@@ -95,6 +95,10 @@ class LinkSurvey:
                 pairs.append(self._through(link))
                 carried = self._carried(pairs)
         return tuple(self._sized(phase) for phase in pairs)
+
+    def intended_s(self) -> float:
+        """Return the intended duration of a survey of all links."""
+        return SURVEY_PHASE_S * len(self.phases())
 
     def revised_rates(self, phases: Sequence[SurveyPhase], measured: Sequence[float]) -> dict[str, float]:
         """Return the rate that each changed link carried, in bytes per second, by link name.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ringweave import cost
 from ringweave.cost import Assumptions
 from ringweave.planning import simulated
-from ringweave.planning.autotune.link_survey import SURVEY_PHASE_S, LinkSurvey, SurveyHistory, SurveyPhase
+from ringweave.planning.autotune.link_survey import LinkSurvey, SurveyHistory, SurveyPhase
 from ringweave.planning.autotune.tuning_messages import TuningDecision, TuningReport, message_class
 from ringweave.planning.group_planner import plan_group
 from ringweave.planning.plans import Plan
@@ -61,8 +61,7 @@ class DriftDetector:
     @property
     def difference(self) -> float:
         """Return by how many seconds per byte the newest differ from the baseline; 0 while steady."""
-        is_steady = self.verdict is DriftVerdict.STEADY
-        return 0.0 if is_steady or self.current is None or self.baseline is None else abs(self.current - self.baseline)
+        return 0.0 if self.verdict is DriftVerdict.STEADY else abs((self.current or 0.0) - (self.baseline or 0.0))
 
     @property
     def may_be_faster(self) -> bool:
@@ -123,16 +122,16 @@ class GroupPlacement:
     def network(self, rates: Mapping[str, float]) -> cost.GroupNetwork:
         return cost.group_network(self.cluster, self.nodes, {**self.rates, **rates})
 
-    def link_rates(self, rates: Mapping[str, float]) -> dict[str, float]:
-        """Return bytes per second of all links, by name."""
-        net = self.network(rates)
+    def link_rates(self) -> dict[str, float]:
+        """Return bytes per second of all links, by name, as known before anything ran."""
+        net = self.network({})
         ups = {net.up_name(vertex): float(net.up_bytes_per_s[vertex]) for vertex in range(1, len(net))}
         downs = {net.down_name(vertex): float(net.down_bytes_per_s[vertex]) for vertex in range(1, len(net))}
         return ups | downs
 
     def rates_of_links(self, rates: Mapping[str, float]) -> dict[str, float]:
         """Return those of these rates whose links are between the group's nodes: another one may have had others."""
-        known = self.link_rates({}) if rates and self.num_nodes > 1 else {}
+        known = self.link_rates() if rates and self.num_nodes > 1 else {}
         return {name: rate for name, rate in rates.items() if name in known}
 
     def simulate_candidates(self, plan: Plan, num_bytes: int, rates: Mapping[str, float]) -> dict[str, float]:
@@ -639,7 +638,7 @@ class Autotuner:
 
     def _slow_links(self) -> tuple[str, ...]:
         """Return the links that are slower than they were before anything ran."""
-        nominal = self._placement.link_rates({}) if self._rates else {}
+        nominal = self._placement.link_rates() if self._rates else {}
         return tuple(name for name, rate in self._rates.items() if rate < nominal[name])
 
     def _is_faster_than_links(self, case: _ClassTuning) -> bool:
@@ -659,7 +658,7 @@ class Autotuner:
         rate counts as having it, so that the first plan returns.
         """
         before = dict(self._rates)
-        for name, rate in self._placement.link_rates({}).items():
+        for name, rate in self._placement.link_rates().items():
             if name not in revised_rates:
                 continue
             is_faster = name in self._placement.rates and revised_rates[name] * _NOMINAL_FRACTION > rate
@@ -672,7 +671,8 @@ class Autotuner:
 
     def _survey_s(self) -> float:
         """Return the expected duration of a survey: what a drift has to cost before it is worth one."""
-        return self._history.duration_s or SURVEY_PHASE_S * len(self._make_survey().phases())
+        self._history.duration_s = self._history.duration_s or self._make_survey().intended_s()
+        return self._history.duration_s
 
     def _make_survey(self) -> LinkSurvey:
         return LinkSurvey(self._placement.network(self._rates), tuple(dict.fromkeys(self._placement.nodes)))

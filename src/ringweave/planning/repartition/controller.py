@@ -21,11 +21,11 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import pydantic
 
-from ringweave.errors import ScheduleError, UsageError, explain, shorten
+from ringweave.errors import ScheduleError, UsageError, shorten
 from ringweave.files import file_io
 from ringweave.planning.repartition.pipeline_workload import MIN_TRANSFER_FRACTION, PipelineConditions, PipelineWorkload
 from ringweave.planning.repartition.search import (
@@ -115,10 +115,7 @@ class MeasurementWindow:
         Raises:
             ScheduleError: The text is no window.
         """
-        try:
-            return _adapter_of(cls).validate_json(file_io.bounded(text))
-        except ValueError as cause:
-            raise ScheduleError(_parse_error_text("window of measurements", text, cause)) from cause
+        return _parse_as(cls, "window of measurements", text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,10 +152,7 @@ class RepartitionDecision:
         Raises:
             ScheduleError: The text is no decision.
         """
-        try:
-            return _adapter_of(cls).validate_json(file_io.bounded(text))
-        except ValueError as cause:
-            raise ScheduleError(_parse_error_text("decision on a partition", text, cause)) from cause
+        return _parse_as(cls, "decision on a partition", text)
 
 
 @functools.cache
@@ -166,9 +160,20 @@ def _adapter_of(kind: type) -> pydantic.TypeAdapter[Any]:
     return pydantic.TypeAdapter(kind)
 
 
-def _parse_error_text(description: str, text: str, cause: Exception) -> str:
-    do = f"Run the same version of ringweave on all ranks ({shorten(cause)})"
-    return explain(description, got=text, expected="what another rank sent", do=do)
+_Message = TypeVar("_Message")
+
+
+def _parse_as(kind: type[_Message], description: str, text: str) -> _Message:
+    """Parse the JSON of a message from another rank.
+
+    Raises:
+        ScheduleError: The text is no such message.
+    """
+    try:
+        return _adapter_of(kind).validate_json(file_io.bounded(text))
+    except ValueError as cause:
+        do = f"Run the same version of ringweave on all ranks ({shorten(cause)})"
+        raise ScheduleError(description, got=text, expected="what another rank sent", do=do) from cause
 
 
 MIN_AGREEING = 3

@@ -54,7 +54,7 @@ def busy_s(process: Path = cgroups.PROC_SELF) -> float:
 
     On a machine that is too busy, a process that makes no progress is still working, and not stuck.
     """
-    return time.process_time() + (cgroups.queued_s(process) or 0.0)
+    return time.process_time() + (cgroups.ProcessorQueue(process).waited_s() or 0.0)
 
 
 def suspected_members(error: BaseException, membership: Membership) -> list[str]:
