@@ -342,7 +342,7 @@ def _start_next_attempts(job: Job, record: JobRecord, groups: GroupsByAttempt, n
             ended=None,
             history=(*known.history, known.ended)[-MAX_HISTORY:],
             running_since_s=None,
-            restarts=replace(known.restarts, due_s=None),
+            restarts=known.restarts.starting_at(None),
         )
     return replace(record, nodes=tuple(nodes))
 

@@ -80,6 +80,10 @@ class RestartPolicy:
         delay_s = self.first_delay_s if found.num_early_ends <= 1 else delay_s
         return replace(found, due_s=None if found.has_given_up else now_s + delay_s)
 
+    def starting_at(self, due_s: float | None) -> "RestartPolicy":
+        """Return the policy with another time of the next start; None once it is started, or not started any more."""
+        return replace(self, due_s=due_s)
+
     def is_due(self, now_s: float) -> bool:
-        """Return whether to start it now; the caller sets `due_s` to None then."""
+        """Return whether to start it now; `starting_at(None)` is the policy once it is started."""
         return self.due_s is not None and now_s >= self.due_s

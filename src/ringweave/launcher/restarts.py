@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -131,7 +131,7 @@ class WorkerRestarts:
         return self._policies.get(slot, RestartPolicy(first_delay_s=self._first_delay_s))
 
     def _start_at(self, slot: int, due_s: float | None) -> None:
-        self._policies[slot] = replace(self._policy(slot), due_s=due_s)
+        self._policies[slot] = self._policy(slot).starting_at(due_s)
 
     def _end_restarts(self) -> None:
         self._is_over = True

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ringweave import rpc, telemetry
@@ -179,7 +179,7 @@ class ServiceProcesses(abc.ABC):
                 self._record_exit(index, exit_code, was_stopped=False)
                 self._report_if_given_up(index, f"the last one with exit code {exit_code}")
             if policy.is_due(now_s):
-                self._restart_policies[index] = replace(policy, due_s=None)
+                self._restart_policies[index] = policy.starting_at(None)
                 try:
                     self._start_process(index, is_first=False)
                 except (LaunchError, OSError) as error:
