@@ -15,7 +15,7 @@ from ringweave.jobs.request import JobRequest, NodeRequest
 from ringweave.platforms.api import LogQuery
 from ringweave.platforms.local.job_folder import REGISTRY
 from ringweave.platforms.local.registry import LocalJobRegistry
-from ringweave.platforms.registry import RemotePlatform
+from ringweave.platforms.remote import RemotePlatform
 from tests.platforms.local.conftest import Here, Running, processes_of
 from tests.platforms.served import TOKEN, served
 from tests.polling import wait_until
