@@ -75,7 +75,7 @@ def compare(root: Path, old: dict[str, str], new: dict[str, str], modules: str =
     write(root, maps)
     renames = same_code.Renames.read(root / "modules.tsv", root / "names.tsv")
     trees = [same_code.Tree.read(write(root / name, files)) for name, files in (("old", old), ("new", new))]
-    return same_code.compare(*trees, renames).differences
+    return same_code.compare(*trees, renames).differences  # pyrefly: ignore[bad-argument-count]
 
 
 def changed(root: Path, before: str, after: str, names: str = "") -> list[str]:

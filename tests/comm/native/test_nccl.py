@@ -210,7 +210,7 @@ def test_a_barrier_is_glooss_and_waits_for_the_current_stream(nccl: NcclFactory,
     side.enqueue(lambda: out.fill_(7.0))
     with gpus.stream(side):
         opts = dist.distributed_c10d.BarrierOptions()
-        opts.device = torch.device("cuda")
+        opts.device = torch.device("cuda")  # pyrefly: ignore[read-only]
         group.barrier(opts=opts)
     assert out.item() == 7.0
     assert calls[0].device == torch.device("cpu")

@@ -86,18 +86,18 @@ def test_who_calls_and_says_nothing_holds_no_flow_up(pair: Any) -> None:
 
 @pytest.mark.usefixtures("strays")
 def test_who_calls_and_says_nothing_holds_no_message_up(pair: Any) -> None:
-    got = at_once(lambda: flows.measure_latency(pair[0][0], 1, 3), lambda: flows.echo_messages(*pair[1], 0, 3))
+    got = at_once(lambda: flows.measure_latency(pair[0][0], 1, 3), lambda: flows.echo_messages(*pair[1], 0, 3))  # pyrefly: ignore[bad-argument-count]
     assert 1e-6 < got[0] < 5
 
 
 def test_a_message_that_nobody_sends_is_an_error_in_time(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flows, "_ECHO_TIMEOUT_S", 0.2)
     with pytest.raises(TimeoutError, match=r"no call of rank 0 \(node n0\) within 0\.2 s"):
-        flows.echo_messages(*pair[1], 0, 3)
+        flows.echo_messages(*pair[1], 0, 3)  # pyrefly: ignore[bad-argument-count]
 
 
 def test_latency(pair: Any) -> None:
-    got = at_once(lambda: flows.measure_latency(pair[0][0], 1, 3), lambda: flows.echo_messages(*pair[1], 0, 3))
+    got = at_once(lambda: flows.measure_latency(pair[0][0], 1, 3), lambda: flows.echo_messages(*pair[1], 0, 3))  # pyrefly: ignore[bad-argument-count]
     assert 1e-6 < got[0] < 5
     assert got[1] is None
 

@@ -48,7 +48,7 @@ def epoch(number: int, *rooms: StartupRendezvous) -> Membership:
 
 def take(hall: StartupRendezvous, agent: Agent, server: Server, member: str, begin: Any, sleep: Any) -> Any:
     anything: Any = (hall, agent, server)
-    return startup_rendezvous.wait_ring_assignment(*anything, member, begin, sleep=sleep)
+    return startup_rendezvous.wait_ring_assignment(*anything, member, begin, sleep=sleep)  # pyrefly: ignore[bad-argument-count]
 
 
 def nobody(_slots: Sequence[int], _said: Sequence[dict[str, Any]]) -> None:
@@ -144,7 +144,7 @@ class Ended(Server):
 def test_a_worker_that_comes_after_the_end_of_the_job_hears_so() -> None:
     room: Any = (StartupRendezvous("1.1", {}), Agent(), Ended())
     with pytest.raises(MembershipError, match=r"job is over: all workers are done\. Nothing is left to do\."):
-        startup_rendezvous.wait_ring_assignment(*room, "1.1", nobody, read_end_reason=lambda: "all workers are done")
+        startup_rendezvous.wait_ring_assignment(*room, "1.1", nobody, read_end_reason=lambda: "all workers are done")  # pyrefly: ignore[bad-argument-count]
     unreached = "this worker is no member: no parameter server answers: connection refused"
     with pytest.raises(MembershipError, match=unreached):
-        startup_rendezvous.wait_ring_assignment(*room, "1.1", nobody, read_end_reason=lambda: "")
+        startup_rendezvous.wait_ring_assignment(*room, "1.1", nobody, read_end_reason=lambda: "")  # pyrefly: ignore[bad-argument-count]
