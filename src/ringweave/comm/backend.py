@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from ringweave.comm.probing.network_measurement import NetworkMeasurement
     from ringweave.comm.tuning.selector import ScheduleSelector
     from ringweave.planning import Plan
+    from ringweave.planning.autotune.tuner import GroupPlacement
     from ringweave.telemetry.events import EventLog
 
 BACKEND_NAME = "ringweave"
@@ -417,22 +419,23 @@ class RingweaveProcessGroup(NativeProcessGroup):
         return self._made_engine
 
     def _make_engine(self) -> "CollectiveEngine":
+        from ringweave.comm import group_plan
         from ringweave.comm.engine.engine import CollectiveEngine
         from ringweave.comm.transport.sockets import SPIN_S, SocketTransport
 
-        info, timeout = self.members, self._timeout
-        is_alone = info.num_nodes == 1
-        is_crowded = plan_choice.is_oversubscribed([member.location.node for member in info.ranks])
+        placement = group_plan.group_placement(self.members, self._environment, self._measured)
+        info = replace(self.members, streams=group_plan.count_streams(self.members, placement))
+        is_alone, nodes = info.num_nodes == 1, [member.location.node for member in info.ranks]
         engine = CollectiveEngine(
             info,
-            self._make_selector(),
+            self._make_selector(placement),
             [
                 SocketTransport(
                     listener,
                     channel,
                     info,
-                    timeout,
-                    spin_s=SPIN_S if is_alone and not is_crowded else 0.0,
+                    self._timeout,
+                    spin_s=SPIN_S if is_alone and not plan_choice.is_oversubscribed(nodes) else 0.0,
                     allows_cross_memory=is_alone,
                 )
                 for channel, listener in enumerate(self._listeners)
@@ -445,11 +448,9 @@ class RingweaveProcessGroup(NativeProcessGroup):
         atexit.register(_close_engine_at_exit, weakref.ref(engine))
         return engine
 
-    def _make_selector(self) -> "ScheduleSelector":
-        from ringweave.comm import group_plan
+    def _make_selector(self, placement: "GroupPlacement") -> "ScheduleSelector":
         from ringweave.comm.tuning.selector import GroupEventLog, make_selector
 
-        placement = group_plan.group_placement(self.members, self._environment, self._measured)
         event_log = GroupEventLog(self._log, self.members.own_info.global_rank, self._counters.group)
         return make_selector(self._store, self.members, self._environment, placement, self._timeout, event_log)
 

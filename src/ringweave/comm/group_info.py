@@ -102,6 +102,10 @@ class RankInfo:
         return replace(self, location=self.location.at_addresses(indices, rates), endpoints=entrances)
 
 
+MAX_STREAMS = 4
+"""Connections between two ranks by one NIC, at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
     """The ranks of a group, in the order of their group ranks."""
@@ -113,6 +117,11 @@ class GroupInfo:
     """Secret that a peer must present to connect; the first rank draws it for this group alone."""
     encryption: "LinkEncryption | None" = None
     """TLS of connections between nodes; None: they are plain."""
+    streams: tuple[int, ...] = ()
+    """Connections that this rank opens by each NIC to each rank, where it opens them; empty: one."""
+
+    def num_streams_to(self, peer: int) -> int:
+        return self.streams[peer] if self.streams else 1
 
     @property
     def group_size(self) -> int:

@@ -14,7 +14,7 @@ from torch.distributed import Store
 
 from ringweave import schedules, topology
 from ringweave.comm import peer_data
-from ringweave.comm.group_info import GroupInfo
+from ringweave.comm.group_info import MAX_STREAMS, GroupInfo
 from ringweave.comm.probing.network_measurement import NetworkMeasurement
 from ringweave.cost import ENCRYPTION_S_PER_BYTE, Assumptions
 from ringweave.environment import WorkerEnvironment
@@ -233,6 +233,30 @@ def group_placement(
         assumptions=Assumptions(cores=least, processors=processors, encryption_s_per_byte=sealing),
         leader_per_nic=environment.leader_per_nic,
     )
+
+
+_STREAM_BYTES_PER_S = 1.5e9
+"""What one connection carries, whose bytes a processor copies at each end: 1.5 to 1.6 GB/s between two nodes of a lab;
+two connections carry 2.9 GB/s, by two threads (measured, two processors)."""
+
+
+def count_streams(group: GroupInfo, placement: GroupPlacement) -> tuple[int, ...]:
+    """Return the number of connections that this rank opens by each NIC to each rank: more than one on fast links.
+
+    Each further one takes a thread, so there are no more than this rank's part of the host's processors.
+    """
+    own = group.own_info.location
+    num_on_host = sum((member.location.host, member.location.node) == (own.host, own.node) for member in group.ranks)
+    processors = min(len(os.sched_getaffinity(0)) // num_on_host, int(own.cores or MAX_STREAMS), MAX_STREAMS)
+    if processors < 2 or group.num_nodes == 1:
+        return ()
+    network = placement.network({})
+    rates = dict(zip(network.names, map(min, network.up_bytes_per_s, network.down_bytes_per_s), strict=True))
+    assumed = placement.assumptions
+    s_per_byte = 1 / _STREAM_BYTES_PER_S + (assumed.encryption_s_per_byte if assumed else 0.0)
+    of_ranks = [rates[node] / len(own.addresses) for node in placement.nodes]
+    own_rate = of_ranks[group.group_rank]
+    return tuple(max(1, min(processors, math.ceil(min(own_rate, rate) * s_per_byte))) for rate in of_ranks)
 
 
 NATIVE_CHOICE = ScheduleChoice(schedule=schedules.NATIVE, num_segments=1, lag=0, window=1, predicted_s=float("inf"))

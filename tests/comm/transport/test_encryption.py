@@ -62,7 +62,9 @@ class Wire:
         other.close()
 
 
-def transports(*encryptions: LinkEncryption, claimed: dict[int, str] | None = None) -> list[SocketTransport]:
+def transports(
+    *encryptions: LinkEncryption, claimed: dict[int, str] | None = None, streams: tuple[int, ...] = ()
+) -> list[SocketTransport]:
     """A transport for each rank, each on a node of its own; `claimed` replaces fingerprints in the store."""
     doors = [open_listeners(["127.0.0.1"], 1)[0] for _ in encryptions]
     prints = {rank: each.fingerprint for rank, each in enumerate(encryptions)} | (claimed or {})
@@ -70,14 +72,15 @@ def transports(*encryptions: LinkEncryption, claimed: dict[int, str] | None = No
         RankInfo(rank, RankLocation(f"n{rank}", "127.0.0.1"), (door.endpoint,), prints[rank])
         for rank, door in enumerate(doors)
     )
-    groups = [GroupInfo(ranks, rank, TOKEN, each) for rank, each in enumerate(encryptions)]
+    groups = [GroupInfo(ranks, rank, TOKEN, each, streams) for rank, each in enumerate(encryptions)]
     limit = timedelta(seconds=20)
     return [SocketTransport(door, 0, group, limit) for door, group in zip(doors, groups, strict=True)]
 
 
+@pytest.mark.parametrize("streams", [(), (1, 3, 2)])
 @pytest.mark.parametrize("num_bytes", [0, 1, 16_368, 16_369, 3_000_000])
-def test_a_ring_of_encrypted_ranks_gets_what_was_sent(num_bytes: int) -> None:
-    made = transports(*(encryption(str(rank)) for rank in range(3)))
+def test_a_ring_of_encrypted_ranks_gets_what_was_sent(num_bytes: int, streams: tuple[int, ...]) -> None:
+    made = transports(*(encryption(str(rank)) for rank in range(3)), streams=streams)
 
     def turn(rank: int) -> torch.Tensor:
         left, right, found = (rank - 1) % 3, (rank + 1) % 3, torch.zeros(2 * num_bytes, dtype=torch.uint8)

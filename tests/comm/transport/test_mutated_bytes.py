@@ -26,18 +26,19 @@ def test_mutated_hellos_let_nobody_in_but_those_who_know_the_token() -> None:
     switchboard = ConnectionManager(door, 0, GroupInfo(ranks, 2, TOKEN), 60.0, time.monotonic)
     good, rng = connect._HELLO.pack(TOKEN, 1, 0), random.Random(8)
     try:
-        assert caller(switchboard, good) == (1, 0)
+        assert caller(switchboard, good) == (1, connect.ConnectionPlace(0, 0, 1))
         for _ in range(20_000):
             data = mutated(rng, good)
             found = caller(switchboard, data)
             if not data.startswith(TOKEN):
                 assert found is None
-            assert found in (None, (0, 0), (1, 0)), "never a rank or a rail that there is not"
+            assert found is None or found[0] in (0, 1), "never a rank that there is not"
+            assert found is None or found[1].is_among(1), "nor a rail or a stream"
     finally:
         switchboard.close()
 
 
-def caller(switchboard: ConnectionManager, data: bytes) -> tuple[int, int] | None:
+def caller(switchboard: ConnectionManager, data: bytes) -> tuple[int, connect.ConnectionPlace] | None:
     """Who is let in when a stranger says this and hangs up."""
     known, (ours, theirs) = switchboard._incoming, socket.socketpair()
     ours.setblocking(False)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
 from ringweave.comm.transport.connect import open_listeners
 from ringweave.comm.transport.interface import MismatchError, TransferFailedError
-from ringweave.comm.transport.sockets import SocketTransport, TcpConnection
+from ringweave.comm.transport.sockets import MIN_STREAM_BYTES, SocketTransport, TcpConnection, ThreadedConnection
 
 TAG = 7 << 32 | 5
 
@@ -32,6 +32,7 @@ class Pair:
         timeout_s: float = 60.0,
         nodes: Sequence[str] = ("n0", "n1"),
         rates: Sequence[Sequence[float]] = ((1.0,), (1.0,)),
+        streams: Sequence[tuple[int, ...]] = ((), ()),
     ) -> None:
         """`rates`: for each rank those of its NICs, played by addresses of the loopback interface."""
         places = [
@@ -40,7 +41,7 @@ class Pair:
         ]
         self.doors = [open_listeners(place.addresses, 1)[0] for place in places]
         ranks = tuple(RankInfo(rank, places[rank], (door.endpoint,)) for rank, door in enumerate(self.doors))
-        members = [GroupInfo(ranks, rank, b"0123456789abcdef") for rank in range(2)]
+        members = [GroupInfo(ranks, rank, b"0123456789abcdef", streams=streams[rank]) for rank in range(2)]
         limit = timedelta(seconds=timeout_s)
         self.ends = [SocketTransport(self.doors[r], 0, members[r], limit) for r in range(2)]
 
@@ -81,15 +82,22 @@ def pieces(tensor: torch.Tensor) -> object:
 
 def test_large_messages_both_ways_at_once(pair: Pair) -> None:
     pair.connect()
+    exchange_both_ways(pair)
+
+
+def exchange_both_ways(pair: Pair, rounds: int = 1) -> None:
+    """Each rank sends 12 MB while it receives as much, so many times; what arrives is compared."""
     sent = [torch.arange(3_000_000, dtype=torch.float32) * (rank + 1) for rank in range(2)]
     arrived = [torch.zeros(3_000_000) for _ in range(2)]
 
     def exchange(rank: int) -> None:
         end, peer = pair.ends[rank], 1 - rank
-        receiving = end.receive(pieces(arrived[rank]), peer, TAG)
-        sending = end.send(pieces(sent[rank]), peer, TAG)
-        end.wait(sending, 60)
-        end.wait(receiving, 60)
+        for _ in range(rounds):
+            arrived[rank].zero_()
+            receiving = end.receive(pieces(arrived[rank]), peer, TAG)
+            sending = end.send(pieces(sent[rank]), peer, TAG)
+            end.wait(sending, 60)
+            end.wait(receiving, 60)
 
     other = in_thread(lambda: exchange(1))
     exchange(0)
@@ -327,6 +335,76 @@ def test_messages_are_cut_in_proportion_to_the_slower_nic_of_each_two(times: int
             short = pair.ends[0].send(pieces(torch.zeros(num_bytes // 4)), 1, TAG)
             assert len(short.parts) == num_parts
         assert pair.ends[0]._connections[1]._fastest.sock.getsockname()[0] == "127.0.0.2"
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("rates", [(1.0,), (2e6, 1e6)])
+def test_a_link_of_several_streams(rates: tuple[float, ...]) -> None:
+    pair = Pair(rates=(rates, rates), streams=((1, 3), (1, 1)))
+    try:
+        pair.connect()
+        kinds = [type(rail) for rail in pair.ends[1]._connections[0].rails]
+        assert kinds == [TcpConnection, ThreadedConnection, ThreadedConnection] * len(rates), "as who calls has it"
+        exchange_both_ways(pair, rounds=4)
+        assert [end.traffic()[1 - rank].sent_bytes > 3 * 12_000_000 for rank, end in enumerate(pair.ends)] == [True] * 2
+    finally:
+        pair.close()
+    assert not [each for each in threading.enumerate() if each.name == "ringweave-connections"]
+
+
+def test_a_small_message_takes_one_stream() -> None:
+    pair = Pair(streams=((1, 2), ()))
+    try:
+        pair.connect()
+        rails = pair.ends[0]._connections[1].rails
+        for num, on_second in ((16, False), (MIN_STREAM_BYTES, True)):
+            before = len(rails[1]._mover._by_descriptor)
+            sent, got = torch.ones(num), torch.zeros(num)
+            other = in_thread(lambda got=got: pair.ends[1].wait(pair.ends[1].receive(pieces(got), 0, TAG), 60))
+            pair.ends[0].wait(pair.ends[0].send(pieces(sent), 1, TAG), 60)
+            other.result(60)
+            assert torch.equal(sent, got)
+            assert (len(rails[1]._mover._by_descriptor) > before) == on_second
+    finally:
+        pair.close()
+
+
+def test_a_broken_stream_breaks_the_connection() -> None:
+    pair = Pair(streams=((1, 2), ()))
+    try:
+        pair.connect()
+        receiving = pair.ends[0].receive(pieces(torch.zeros(1_000_000)), 1, TAG)
+        pair.ends[1]._connections[0].rails[1].sock.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(TransferFailedError, match=r"closed by peer|reset") as failed:
+            pair.ends[0].wait(receiving, 60)
+        assert failed.value.peer == 1
+        assert not failed.value.hung
+    finally:
+        pair.close()
+
+
+def test_what_does_not_fit_on_a_stream_is_said() -> None:
+    pair = Pair(streams=((1, 2), ()))
+    try:
+        pair.connect()
+        pair.ends[1]._connections[0].rails[1].send(pieces(torch.zeros(7)), TAG)
+        receiving = pair.ends[0].receive(pieces(torch.zeros(1_000_000)), 1, TAG)
+        with pytest.raises(MismatchError, match=r"a message of 28 bytes in collective #7 came, expected 2000000"):
+            pair.ends[0].wait(receiving, 60)
+    finally:
+        pair.close()
+
+
+def test_an_abort_ends_a_wait_for_a_stream() -> None:
+    pair = Pair(streams=((1, 2), ()))
+    try:
+        pair.connect()
+        receiving = pair.ends[0].receive(pieces(torch.zeros(1_000_000)), 1, TAG)
+        waiting = in_thread(lambda: pair.ends[0].wait(receiving, 60))
+        pair.ends[0].abort()
+        with pytest.raises(TransferFailedError):
+            waiting.result(10)
     finally:
         pair.close()
 

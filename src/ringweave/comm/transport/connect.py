@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ringweave import ports, relayed_address
 from ringweave.accept_limits import ConnectionLimiter
-from ringweave.comm.group_info import TOKEN_BYTES, GroupInfo, RankEndpoint
+from ringweave.comm.group_info import MAX_STREAMS, TOKEN_BYTES, GroupInfo, RankEndpoint
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.ports import PortRange
 from ringweave.relayed_address import is_relayed
@@ -200,7 +200,7 @@ class IncomingConnections:
 
 
 _HELLO = struct.Struct(f"<{TOKEN_BYTES}sII")
-"""Token, group rank of the connecting peer, and the rail that the connection is for."""
+"""Token, group rank of the connecting peer, and the place of the connection among those of the two ranks."""
 _BACKLOG = 1024
 _SOCKET_NAME_BYTES = 16
 
@@ -210,6 +210,28 @@ POLL_S = 0.2
 _MAX_PROBE_PAUSE_S = 5.0
 """Longest pause between two checks whether an absent peer is dead. Each check occupies one of the peer's pending
 connections until it answers, so checks get rarer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionPlace:
+    """Place of a connection among those of two ranks: their rails, one per NIC, have `num_streams` each."""
+
+    rail: int
+    stream: int
+    num_streams: int
+
+    @classmethod
+    def parse(cls, word: int) -> "ConnectionPlace":
+        """Read the word of a hello."""
+        return cls(word & 0xFFFF, (word >> 16) & 0xFF, (word >> 24) + 1)
+
+    @property
+    def word(self) -> int:
+        return self.rail | self.stream << 16 | (self.num_streams - 1) << 24
+
+    def is_among(self, num_rails: int) -> bool:
+        """Return True if two ranks with so many rails may have such a connection."""
+        return self.rail < num_rails and self.stream < self.num_streams <= MAX_STREAMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +317,8 @@ class ConnectionManager:
         """Connect to a rank that accepts, on every rail, or on one Unix socket if it is on this node.
 
         Returns:
-            The connections, unless they are to be encrypted: `accept_peer` returns those once the peer has answered.
+            The connections, those of a rail one after the other. Those that are to be encrypted, `accept_peer` returns
+            once the peer has answered.
 
         Raises:
             TransferFailedError: The peer cannot be reached.
@@ -306,38 +329,40 @@ class ConnectionManager:
             try:
                 inner.settimeout(self._timeout_s)
                 inner.connect(b"\0" + callee.endpoints[self._channel].name.encode())
-                inner.sendall(self._hello(self._group.group_rank, 0))
+                inner.sendall(self._hello(self._group.group_rank, ConnectionPlace(0, 0, 1)))
             except OSError:
                 inner.close()  # another node of the same name, or a separate container
             else:
                 return [inner]
-        socks = [self._connect_rail(peer, rail) for rail in range(len(self.rail_rates(peer)))]
+        rails, num_streams = range(len(self.rail_rates(peer))), self._group.num_streams_to(peer)
+        places = [ConnectionPlace(rail, stream, num_streams) for rail in rails for stream in range(num_streams)]
+        socks = [self._connect_rail(peer, place) for place in places]
         if self._group.encryption is None:
             return socks
-        for rail, sock in enumerate(socks):
-            call = _Call(peer, self._hello(self._group.group_rank, rail), callee.fingerprint)
-            self._incoming.call(sock, call, self._hello(peer, rail))
+        for place, sock in zip(places, socks, strict=True):
+            call = _Call(peer, self._hello(self._group.group_rank, place), callee.fingerprint)
+            self._incoming.call(sock, call, self._hello(peer, place))
         return []
 
-    def _connect_rail(self, peer: int, rail: int) -> socket.socket:
+    def _connect_rail(self, peer: int, place: ConnectionPlace) -> socket.socket:
         callee, own = self._group.ranks[peer], self._group.own_info.location
-        where = (callee.location.addresses[rail], callee.endpoints[self._channel].ports[rail])
-        leaving_by = (own.addresses[rail], 0) if own.more_addresses else None
+        where = (callee.location.addresses[place.rail], callee.endpoints[self._channel].ports[place.rail])
+        leaving_by = (own.addresses[place.rail], 0) if own.more_addresses else None
         try:
             sock = socket.create_connection(where, timeout=self._timeout_s, source_address=leaving_by)
             if is_relayed(own.address):
                 relayed_address.keep_alive(sock)
             if self._group.encryption is None:
-                sock.sendall(self._hello(self._group.group_rank, rail))
+                sock.sendall(self._hello(self._group.group_rank, place))
         except OSError as cause:
             text = f"no connection to {where[0]} port {where[1]}: {cause}"
             raise TransferFailedError(peer, text, hung=isinstance(cause, TimeoutError)) from cause
         return sock
 
-    def _hello(self, caller: int, rail: int) -> bytes:
-        return _HELLO.pack(self._group.token, caller, rail)
+    def _hello(self, caller: int, place: ConnectionPlace) -> bytes:
+        return _HELLO.pack(self._group.token, caller, place.word)
 
-    def accept_peer(self, peer: int, deadline: float) -> tuple[int, int, socket.socket] | None:
+    def accept_peer(self, peer: int, deadline: float) -> tuple[int, ConnectionPlace, socket.socket] | None:
         """Accept one connection while `peer` is waited for, or encrypt one that this rank has opened.
 
         Connections without the token are closed, and so are those whose certificate is not that of the rank.
@@ -345,7 +370,7 @@ class ConnectionManager:
         A silent connection blocks neither this rank nor other peers.
 
         Returns:
-            Group rank, rail and connection; None if there is none yet.
+            Group rank, place and connection; None if there is none yet.
 
         Raises:
             TransferFailedError: `peer` is dead, or time is up.
@@ -361,14 +386,14 @@ class ConnectionManager:
             self._probe_peer(peer)
         return None if incoming is None else self._admit(*incoming)
 
-    def accept_early(self) -> tuple[int, int, socket.socket] | None:
+    def accept_early(self) -> tuple[int, ConnectionPlace, socket.socket] | None:
         """Accept a peer that nobody waits for yet, if others are silent for so long that they have to be cut."""
         with contextlib.suppress(OSError, ValueError):
             if self._incoming.has_overdue and (incoming := self._incoming.wait_hello(0.0)) is not None:
                 return self._admit(*incoming)
         return None
 
-    def _admit(self, hello: bytes, sock: socket.socket) -> tuple[int, int, socket.socket] | None:
+    def _admit(self, hello: bytes, sock: socket.socket) -> tuple[int, ConnectionPlace, socket.socket] | None:
         caller = self._identify(hello, sock)
         if caller is None:
             if self._group.encryption is not None:
@@ -410,9 +435,10 @@ class ConnectionManager:
         except OSError as cause:
             raise TransferFailedError(peer, f"it does not listen any more: {cause}", hung=False) from cause
 
-    def _identify(self, hello: bytes, sock: socket.socket) -> tuple[int, int] | None:
-        """Return the peer's group rank and rail; None if it is not admitted."""
-        token, peer, rail = _HELLO.unpack(hello)
+    def _identify(self, hello: bytes, sock: socket.socket) -> tuple[int, ConnectionPlace] | None:
+        """Return the peer's group rank and the connection's place; None if it is not admitted."""
+        token, peer, word = _HELLO.unpack(hello)
+        place = ConnectionPlace.parse(word)
         if not hmac.compare_digest(token, self._group.token) or peer >= self._group.group_size:
             return None
         encryption = self._group.encryption
@@ -422,4 +448,4 @@ class ConnectionManager:
             return None
         was_called = isinstance(sock, ssl.SSLSocket) and not sock.server_side
         may_connect = was_called or self._group.calls(peer, self._group.group_rank)
-        return (peer, rail) if may_connect and rail < len(self.rail_rates(peer)) else None
+        return (peer, place) if may_connect and place.is_among(len(self.rail_rates(peer))) else None

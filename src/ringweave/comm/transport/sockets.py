@@ -2,7 +2,8 @@
 
 One thread drives one transport: it queues messages and, while it waits for one of them, moves the bytes of all. Between
 nodes a message goes from the sender's tensor into the kernel and from there into the receiver's tensor. Data that is
-not received yet waits in the kernel, and TCP slows the sender down.
+not received yet waits in the kernel, and TCP slows the sender down. Where a link is faster than one processor copies, a
+large message is split over several connections, and each further one has a thread of its own.
 
 Messages between two ranks arrive in the order of sending and carry a header, so a peer that runs something else is
 found out at once. A closed connection is an error at once; a silent one when time is up. `abort` interrupts every wait
@@ -12,9 +13,11 @@ found out at once. A closed connection is an error at once; a silent one when ti
 import collections
 import contextlib
 import itertools
+import os
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -24,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ringweave.comm.group_info import GroupInfo
-from ringweave.comm.transport.connect import POLL_S, ChannelListener, ConnectionManager
+from ringweave.comm.transport.connect import POLL_S, ChannelListener, ConnectionManager, ConnectionPlace
 from ringweave.comm.transport.interface import LinkTraffic, MismatchError, ReceivedContent, TransferFailedError
 from ringweave.comm.transport.shared_memory import ArenaPool, ArenaSlot, ShmAck, ShmConnection, ShmRecv, ShmSend
 from ringweave.schedules.program import NO_SLOT, StagingLayout
@@ -177,6 +180,109 @@ class TcpConnection:
             if num_received < num_asked:
                 return
 
+    def move(self) -> bool:
+        """Send and receive as much as the kernel allows; return True if a message got through."""
+        num_queued = len(self._outgoing) + len(self._incoming)
+        self.write()
+        self.read()
+        return len(self._outgoing) + len(self._incoming) < num_queued
+
+    def queue(self, message: TcpMessage, *, is_sent: bool) -> None:
+        """Queue a message; `move` starts it."""
+        (self._outgoing if is_sent else self._incoming).append(message)
+
+
+class ThreadedConnection(TcpConnection):
+    """Further connection to a peer, whose bytes another thread moves."""
+
+    def __init__(self, peer: int, sock: socket.socket, mover: "ConnectionThread") -> None:
+        super().__init__(peer, sock)
+        self._mover = mover
+
+    def send(self, piece: Any, tag: int) -> TcpMessage:
+        payload = memoryview(piece)
+        message = TcpMessage(self.peer, tag, payload, bytearray(_HEADER.pack(tag, payload.nbytes)))
+        self._mover.submit(self, message, is_sent=True)
+        return message
+
+    def receive(self, piece: Any, tag: int) -> TcpMessage:
+        message = TcpMessage(self.peer, tag, memoryview(piece), bytearray(_HEADER.size))
+        self._mover.submit(self, message, is_sent=False)
+        return message
+
+
+class ConnectionThread:
+    """Thread that moves the bytes of further connections of a transport, on a processor of its own."""
+
+    def __init__(self) -> None:
+        self.progress = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable once a message is through, or a connection failed."""
+        self.failure: tuple[int, Exception] | None = None
+        """Peer and error of the connection that failed first."""
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = select.epoll()
+        self._poller.register(self._wakeup, select.EPOLLIN)
+        self._submitted: collections.deque[tuple[ThreadedConnection, TcpMessage, bool]] = collections.deque()
+        self._by_descriptor: dict[int, ThreadedConnection] = {}
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="ringweave-connections", daemon=True)
+        self._thread.start()
+
+    def submit(self, connection: ThreadedConnection, message: TcpMessage, *, is_sent: bool) -> None:
+        """Start a message, from the transport's thread."""
+        self._submitted.append((connection, message, is_sent))
+        os.eventfd_write(self._wakeup, 1)
+
+    def close(self) -> None:
+        """End the thread; the connections are closed afterwards."""
+        self._is_stopped = True
+        os.eventfd_write(self._wakeup, 1)
+        self._thread.join()
+        self._poller.close()
+        os.close(self._wakeup)
+        os.close(self.progress)
+        self._by_descriptor.clear()
+
+    def _run(self) -> None:
+        while not self._is_stopped:
+            ready = {descriptor for descriptor, _ in self._poller.poll()}
+            if self._wakeup in ready:
+                os.eventfd_read(self._wakeup)
+                ready.remove(self._wakeup)
+            while self._submitted:
+                connection, message, is_sent = self._submitted.popleft()
+                connection.queue(message, is_sent=is_sent)
+                self._by_descriptor[descriptor := connection.sock.fileno()] = connection
+                ready.add(descriptor)
+            moved = [self._move(self._by_descriptor[descriptor]) for descriptor in ready if not self.failure]
+            if any(moved):
+                os.eventfd_write(self.progress, 1)
+
+    def _move(self, connection: ThreadedConnection) -> bool:
+        """Move a connection's bytes; return True if the transport's thread has to know of it."""
+        try:
+            has_progress = connection.move()
+        except (OSError, MismatchError) as cause:
+            self.failure, has_progress = (connection.peer, cause), True
+            watch(self._poller, connection, 0)
+        else:
+            watch(self._poller, connection, connection.wanted)
+        return has_progress
+
+
+def watch(poller: select.epoll, connection: "SocketEnd", wanted: int) -> None:
+    """Register exactly these events of a connection."""
+    if wanted == connection.watched:
+        return
+    descriptor = connection.sock.fileno()
+    if not connection.watched:
+        poller.register(descriptor, wanted)
+    elif wanted:
+        poller.modify(descriptor, wanted)
+    else:
+        poller.unregister(descriptor)
+    connection.watched = wanted
+
 
 def _check_header(message: TcpMessage) -> None:
     tag, num_bytes = _HEADER.unpack(message.header)
@@ -187,6 +293,8 @@ def _check_header(message: TcpMessage) -> None:
 SPLIT_COST_S = 30e-6
 """Cost of splitting a message, a system call at each end. The fastest rail alone carries a message that would be later
 by at most this much."""
+MIN_STREAM_BYTES = 128 << 10
+"""Part of a message that is worth waking the thread of another connection of the same rail."""
 
 
 class RailedMessage:
@@ -215,14 +323,18 @@ class RailedConnection:
     A node's NICs thus act as one link of their summed rate, as plans assume.
     """
 
-    def __init__(self, peer: int, rails: Sequence[TcpConnection], rates: Sequence[float]) -> None:
-        """`rates` are bytes per second, one per rail."""
+    def __init__(self, peer: int, rails: Sequence[TcpConnection], rates: Sequence[float], num_streams: int = 1) -> None:
+        """`rates` are bytes per second, one per rail; each has `num_streams` connections, which follow each other."""
         self.peer = peer
         self.rails = tuple(rails)
-        total, sums = sum(rates), [sum(rates[: index + 1]) for index in range(len(rates))]
-        self._split_points = [0.0, *(each / total for each in sums[:-1]), 1.0]
-        self._fastest = self.rails[rates.index(max(rates))]
-        self._max_whole_bytes = SPLIT_COST_S / (1 / max(rates) - 1 / total)
+        total = sum(rates)
+        sums = [
+            sum(rates[:rail]) + rates[rail] * n / num_streams for rail in range(len(rates)) for n in range(num_streams)
+        ]
+        self._split_points = [*(each / total for each in sums), 1.0]
+        self._fastest = self.rails[rates.index(max(rates)) * num_streams]
+        by_rails = SPLIT_COST_S / (1 / max(rates) - 1 / total) if len(rates) > 1 else 0.0
+        self._max_whole_bytes = max(by_rails, MIN_STREAM_BYTES * num_streams if num_streams > 1 else 0.0)
 
     def send(self, piece: Any, tag: int) -> RailedMessage:
         """Queue a piece, and start sending it."""
@@ -250,6 +362,8 @@ SocketEnd = TcpConnection | ShmConnection
 
 class SocketTransport:
     """Peer-to-peer messages within a group, driven by the one thread that calls it."""
+
+    _closed = False
 
     def __init__(
         self,
@@ -279,13 +393,13 @@ class SocketTransport:
         self._clock = clock
         self._connection_manager = ConnectionManager(listener, channel, group, timeout.total_seconds(), clock)
         self._connections: dict[int, Connection] = {}
-        self._incomplete_rails: dict[int, dict[int, socket.socket]] = {}
+        self._incomplete_rails: dict[int, dict[ConnectionPlace, socket.socket]] = {}
+        self._mover: ConnectionThread | None = None
         self._shm_connections: list[ShmConnection] = []
         self._by_descriptor: dict[int, SocketEnd] = {}
         self._poller = select.epoll()
         self._arena_pool = ArenaPool()
         self._slot: ArenaSlot | None = None
-        self._closed = False
         self._last_traffic: dict[int, LinkTraffic] = {}
 
     @staticmethod
@@ -371,6 +485,9 @@ class SocketTransport:
                 self._convert_errors(connection, connection.write)
                 self._watch(connection)
             for descriptor, events in self._wait_events(handle, min(left_s, POLL_S)):
+                if self._mover is not None and descriptor == self._mover.progress:
+                    self._note_progress(self._mover)
+                    continue
                 connection = self._by_descriptor[descriptor]
                 if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
                     self._convert_errors(connection, connection.read)
@@ -412,6 +529,9 @@ class SocketTransport:
         """Close all connections and the shared memory; sent data still arrives."""
         self._closed = True
         self._last_traffic = self.traffic()
+        if self._mover is not None:
+            self._mover.close()
+            self._mover = None
         arriving = (sock for rails in self._incomplete_rails.values() for sock in rails.values())
         for sock in (*(end.sock for end in self._by_descriptor.values()), *arriving):
             sock.close()
@@ -453,25 +573,25 @@ class SocketTransport:
         if isinstance(connection, RailedConnection):
             for rail in connection.rails:
                 self._watch(rail)
-            return
-        wanted = connection.wanted
-        if wanted == connection.watched:
-            return
-        descriptor = connection.sock.fileno()
-        if not connection.watched:
-            self._poller.register(descriptor, wanted)
-        elif wanted:
-            self._poller.modify(descriptor, wanted)
-        else:
-            self._poller.unregister(descriptor)
-        connection.watched = wanted
+        elif not isinstance(connection, ThreadedConnection):
+            watch(self._poller, connection, connection.wanted)
 
-    def _add_rail(self, peer: int, rail: int, sock: socket.socket) -> None:
-        """Keep a peer's connections until all its rails are connected."""
+    def _note_progress(self, mover: ConnectionThread) -> None:
+        os.eventfd_read(mover.progress)
+        if mover.failure is not None:
+            peer, cause = mover.failure
+            if isinstance(cause, MismatchError):
+                raise cause
+            raise TransferFailedError(peer, str(cause), hung=False) from cause
+
+    def _add_rail(self, peer: int, place: ConnectionPlace, sock: socket.socket) -> None:
+        """Keep a peer's connections until all of them are there."""
         arrived = self._incomplete_rails.setdefault(peer, {})
-        arrived[rail] = sock
-        if sock.family == socket.AF_UNIX or len(arrived) == len(self._connection_manager.rail_rates(peer)):
-            self._add_peer(peer, [sock for _, sock in sorted(self._incomplete_rails.pop(peer).items())])
+        arrived[place] = sock
+        num_rails = len(self._connection_manager.rail_rates(peer))
+        if sock.family == socket.AF_UNIX or len(arrived) == num_rails * place.num_streams:
+            found = self._incomplete_rails.pop(peer)
+            self._add_peer(peer, [found[place] for place in sorted(found, key=lambda at: (at.rail, at.stream))])
 
     def _add_peer(self, peer: int, socks: Sequence[socket.socket]) -> None:
         if socks[0].family == socket.AF_UNIX:
@@ -481,11 +601,19 @@ class SocketTransport:
             self._shm_connections.append(shared)
             self._add_connection(shared, [shared])
             return
-        rails = [TcpConnection(peer, sock) for sock in socks]
+        rates = self._connection_manager.rail_rates(peer)
+        num_streams = len(socks) // len(rates)
+        rails = [self._make_end(peer, sock, index % num_streams > 0) for index, sock in enumerate(socks)]
         several = len(rails) > 1
-        self._add_connection(
-            RailedConnection(peer, rails, self._connection_manager.rail_rates(peer)) if several else rails[0], rails
-        )
+        self._add_connection(RailedConnection(peer, rails, rates, num_streams) if several else rails[0], rails)
+
+    def _make_end(self, peer: int, sock: socket.socket, has_thread: bool) -> TcpConnection:
+        if not has_thread:
+            return TcpConnection(peer, sock)
+        if self._mover is None:
+            self._mover = ConnectionThread()
+            self._poller.register(self._mover.progress, select.EPOLLIN)
+        return ThreadedConnection(peer, sock, self._mover)
 
     def _add_connection(self, connection: Connection, ends: Sequence[SocketEnd]) -> None:
         self._connections[connection.peer] = connection
