@@ -380,6 +380,11 @@ def test_a_broken_stream_breaks_the_connection() -> None:
             pair.ends[0].wait(receiving, 60)
         assert failed.value.peer == 1
         assert not failed.value.hung
+        pair.ends[0]._mover._thread.join(10)
+        assert not pair.ends[0]._mover._thread.is_alive()
+        later = pair.ends[0].receive(pieces(torch.zeros(1_000_000)), 1, TAG)
+        with pytest.raises(TransferFailedError, match=r"closed by peer|reset"):
+            pair.ends[0].wait(later, 60)
     finally:
         pair.close()
 

@@ -244,7 +244,7 @@ class ConnectionThread:
         self._by_descriptor.clear()
 
     def _run(self) -> None:
-        while not self._is_stopped:
+        while not self._is_stopped and self.failure is None:  # what is ready then would wake it for ever
             ready = {descriptor for descriptor, _ in self._poller.poll()}
             if self._wakeup in ready:
                 os.eventfd_read(self._wakeup)
@@ -577,12 +577,12 @@ class SocketTransport:
             watch(self._poller, connection, connection.wanted)
 
     def _note_progress(self, mover: ConnectionThread) -> None:
-        os.eventfd_read(mover.progress)
-        if mover.failure is not None:
+        if mover.failure is not None:  # it stays readable, so that every later wait fails as well
             peer, cause = mover.failure
             if isinstance(cause, MismatchError):
                 raise cause
             raise TransferFailedError(peer, str(cause), hung=False) from cause
+        os.eventfd_read(mover.progress)
 
     def _add_rail(self, peer: int, place: ConnectionPlace, sock: socket.socket) -> None:
         """Keep a peer's connections until all of them are there."""
