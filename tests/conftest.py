@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import ctypes
 import gc
 import os
 import signal
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ringweave.launcher import processes
 from ringweave.testing import ranks
 from tests import demands, effort
 
@@ -27,6 +29,13 @@ def pytest_configure() -> None:
     """Who starts tests in the background or under nohup has them ignore signals, and so would all that tests start."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_runtest_setup() -> None:
+    """Orphans go to the first process again: a test that launches workers may have had this process adopt them, and a
+    container does not end while one of its processes has a parent outside that does not wait for it.
+    """
+    ctypes.CDLL(None).prctl(processes.PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 @pytest.hookimpl(wrapper=True)

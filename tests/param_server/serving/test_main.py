@@ -1,11 +1,21 @@
 """How the server's process ends where it cannot begin."""
 
+import signal
 import socket
 
 import pytest
 
 from ringweave import rpc
 from ringweave.param_server.main import main
+
+
+@pytest.fixture(autouse=True)
+def same_signal_handlers():
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.fixture
