@@ -17,6 +17,8 @@ from ringweave.schedules.program import Pipelining
 
 MIN_PIECE_BYTES = 16 * 10**3
 MAX_PIECE_BYTES = 1500 * 10**3
+_MIN_PIECE_S, _MAX_FAST_PIECE_BYTES = 0.5e-3, 8 * 10**6
+"""On fast links a piece may be larger than MAX_PIECE_BYTES: as long as it takes less than this on the busiest one."""
 MAX_SEGMENTS = 128
 MAX_WINDOW = 64
 """Limit on receives posted ahead: each may need a buffer of a piece's size."""
@@ -62,10 +64,11 @@ _AHEAD_S = 0.025
 def best_pipelining(
     name: str, demand: ScheduleDemand, num_bytes: int, kind: CollectiveKind = "allreduce"
 ) -> ScheduleChoice:
-    """Return the pipelining of the least predicted time, with pieces of 16 kB to 1.5 MB and at most 128 segments.
+    """Return the pipelining of the least predicted time, with pieces of 16 kB to 1.5 MB, on fast links 8 MB, in 128 segments
+    at most.
 
     Segments always overlap, about eight of them at a time, or as many as there are rounds where a rank receives once.
-    The window holds the receives of two segments. Inside one node the plan's assumptions set the size of pieces.
+    The window holds the receives of two segments, and at least eight where nothing is added. Inside one node the plan's assumptions set the size of pieces.
 
     Small pieces that go round the peers keep the streams that meet at a link even; measurements show that this matters
     more than the overlap (docs/notebook/2026-11.md). In an allgather and a reduce-scatter each rank could send its own
@@ -78,7 +81,7 @@ def best_pipelining(
     lag = max(1, min(math.ceil(demand.num_rounds / _SEGMENTS_IN_FLIGHT), demand.num_receives))
     if demand.num_latencies:
         min_segments, max_segments = (
-            _clamp_segments(math.ceil(largest / MAX_PIECE_BYTES)),
+            _clamp_segments(math.ceil(largest / _max_piece_bytes(demand))),
             _clamp_segments(int(largest / MIN_PIECE_BYTES)),
         )
         ratio = (max(min_segments, max_segments) / min_segments) ** (1 / (_NUM_SEGMENT_COUNTS - 1))
@@ -92,7 +95,9 @@ def best_pipelining(
     prefers_fine = not is_encoded and (demand.streams_meet or counts_processor)
     as_good_s = min(costs.values()) * (_PIPELINING_TIE_RATIO if prefers_fine else 1)
     best = max(count for count in counts if costs[count] <= as_good_s)
-    window = max(2, min(MAX_WINDOW, 2 * demand.num_receives))
+    # What is received where it belongs needs no buffer, so more of it may be expected ahead.
+    least_window = 8 if kind in ("allgather", "broadcast") else 2
+    window = max(least_window, min(MAX_WINDOW, 2 * demand.num_receives))
     ahead = None
     if demand.num_latencies and demand.streams_meet and kind in ("allgather", "reduce-scatter"):
         segments_ahead = (_AHEAD_S + 4 * demand.latency_s) * best / times[best]
@@ -100,6 +105,11 @@ def best_pipelining(
     return ScheduleChoice(
         schedule=name, num_segments=best, lag=lag, window=window, ahead=ahead, predicted_s=times[best]
     )
+
+
+def _max_piece_bytes(demand: ScheduleDemand) -> float:
+    in_least_time = _MIN_PIECE_S / demand.busiest_s_per_byte if demand.busiest_s_per_byte else 0.0
+    return max(MAX_PIECE_BYTES, min(_MAX_FAST_PIECE_BYTES, in_least_time))
 
 
 def _takes_any_blocks(name: str, kind: CollectiveKind) -> bool:

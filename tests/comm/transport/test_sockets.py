@@ -113,9 +113,16 @@ class Pipe:
         self.limits = limits
         self.content = bytearray()
         self.num_calls = 0
+        self.low_water = 1
 
-    def setsockopt(self, *_: object) -> None:
-        pass
+    @property
+    def is_readable(self) -> bool:
+        """True if the kernel would wake who polls."""
+        return len(self.content) >= self.low_water
+
+    def setsockopt(self, _: int, option: int, value: int) -> None:
+        if option == socket.SO_RCVLOWAT:
+            self.low_water = value
 
     def setblocking(self, _: bool) -> None:
         pass
@@ -160,6 +167,44 @@ def test_messages_arrive_whole_and_in_order_whatever_the_kernel_takes_of_them(
         receiver.read()
     assert all(message.done for message in (*sent, *received))
     assert [bytes(piece) for piece in arrived] == contents
+
+
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=20),
+    st.lists(st.integers(0, 90), max_size=40),
+    st.integers(1, 20),
+)
+def test_no_message_waits_for_more_than_its_own_rest(sizes: list[int], limits: list[int], window: int) -> None:
+    pipe = Pipe(limits)
+    sender = TcpConnection(1, cast(Any, pipe))
+    receiver = TcpConnection(0, cast(Any, pipe), wakeup_bytes=100)
+    handles: list[Any] = []
+    for number, size in enumerate(sizes):
+        sender.send(bytes(size), TAG + number)
+        while sender.wanted:
+            sender.write()
+    while len(handles) < len(sizes) or not handles[-1].done:
+        while len(handles) < len(sizes) and sum(not each.done for each in handles) < window:
+            handles.append(receiver.receive(bytearray(sizes[len(handles)]), TAG + len(handles)))
+        assert pipe.is_readable, "it would never wake"
+        receiver.read()
+    assert not pipe.content
+
+
+def test_a_large_message_wakes_for_its_header_and_then_for_large_parts() -> None:
+    pipe = Pipe([26])  # the header and ten bytes leave first
+    sender = TcpConnection(1, cast(Any, pipe))
+    receiver = TcpConnection(0, cast(Any, pipe), wakeup_bytes=100)
+    receiver.receive(bytearray(250), TAG)
+    assert pipe.low_water == 1
+    sender.send(bytes(250), TAG)
+    receiver.read()
+    assert pipe.low_water == 100
+    pipe.limits = [160]
+    sender.write()
+    pipe.limits = [160]
+    receiver.read()
+    assert pipe.low_water == 80, "what is left"
 
 
 def test_small_messages_that_wait_go_together() -> None:
@@ -339,6 +384,17 @@ def test_messages_are_cut_in_proportion_to_the_slower_nic_of_each_two(times: int
         pair.close()
 
 
+@pytest.fixture
+def streamed() -> Iterator[Pair]:
+    """A pair with two connections."""
+    made = Pair(streams=((1, 2), ()))
+    try:
+        made.connect()
+        yield made
+    finally:
+        made.close()
+
+
 @pytest.mark.parametrize("rates", [(1.0,), (2e6, 1e6)])
 def test_a_link_of_several_streams(rates: tuple[float, ...]) -> None:
     pair = Pair(rates=(rates, rates), streams=((1, 3), (1, 1)))
@@ -353,65 +409,45 @@ def test_a_link_of_several_streams(rates: tuple[float, ...]) -> None:
     assert not [each for each in threading.enumerate() if each.name == "ringweave-connections"]
 
 
-def test_a_small_message_takes_one_stream() -> None:
-    pair = Pair(streams=((1, 2), ()))
-    try:
-        pair.connect()
-        rails = pair.ends[0]._connections[1].rails
-        for num, on_second in ((16, False), (MIN_STREAM_BYTES, True)):
-            before = len(rails[1]._mover._by_descriptor)
-            sent, got = torch.ones(num), torch.zeros(num)
-            other = in_thread(lambda got=got: pair.ends[1].wait(pair.ends[1].receive(pieces(got), 0, TAG), 60))
-            pair.ends[0].wait(pair.ends[0].send(pieces(sent), 1, TAG), 60)
-            other.result(60)
-            assert torch.equal(sent, got)
-            assert (len(rails[1]._mover._by_descriptor) > before) == on_second
-    finally:
-        pair.close()
+def test_a_small_message_takes_one_stream(streamed: Pair) -> None:
+    rails = streamed.ends[0]._connections[1].rails
+    for num, on_second in ((16, False), (MIN_STREAM_BYTES, True)):
+        before = len(rails[1]._mover._by_descriptor)
+        sent, got = torch.ones(num), torch.zeros(num)
+        other = in_thread(lambda got=got: streamed.ends[1].wait(streamed.ends[1].receive(pieces(got), 0, TAG), 60))
+        streamed.ends[0].wait(streamed.ends[0].send(pieces(sent), 1, TAG), 60)
+        other.result(60)
+        assert torch.equal(sent, got)
+        assert (len(rails[1]._mover._by_descriptor) > before) == on_second
 
 
-def test_a_broken_stream_breaks_the_connection() -> None:
-    pair = Pair(streams=((1, 2), ()))
-    try:
-        pair.connect()
-        receiving = pair.ends[0].receive(pieces(torch.zeros(1_000_000)), 1, TAG)
-        pair.ends[1]._connections[0].rails[1].sock.shutdown(socket.SHUT_RDWR)
-        with pytest.raises(TransferFailedError, match=r"closed by peer|reset") as failed:
-            pair.ends[0].wait(receiving, 60)
-        assert failed.value.peer == 1
-        assert not failed.value.hung
-        pair.ends[0]._mover._thread.join(10)
-        assert not pair.ends[0]._mover._thread.is_alive()
-        later = pair.ends[0].receive(pieces(torch.zeros(1_000_000)), 1, TAG)
-        with pytest.raises(TransferFailedError, match=r"closed by peer|reset"):
-            pair.ends[0].wait(later, 60)
-    finally:
-        pair.close()
+def test_a_broken_stream_breaks_the_connection(streamed: Pair) -> None:
+    receiving = streamed.ends[0].receive(pieces(torch.zeros(1_000_000)), 1, TAG)
+    streamed.ends[1]._connections[0].rails[1].sock.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(TransferFailedError, match=r"closed by peer|reset") as failed:
+        streamed.ends[0].wait(receiving, 60)
+    assert failed.value.peer == 1
+    assert not failed.value.hung
+    streamed.ends[0]._mover._thread.join(10)
+    assert not streamed.ends[0]._mover._thread.is_alive()
+    later = streamed.ends[0].receive(pieces(torch.zeros(1_000_000)), 1, TAG)
+    with pytest.raises(TransferFailedError, match=r"closed by peer|reset"):
+        streamed.ends[0].wait(later, 60)
 
 
-def test_what_does_not_fit_on_a_stream_is_said() -> None:
-    pair = Pair(streams=((1, 2), ()))
-    try:
-        pair.connect()
-        pair.ends[1]._connections[0].rails[1].send(pieces(torch.zeros(7)), TAG)
-        receiving = pair.ends[0].receive(pieces(torch.zeros(1_000_000)), 1, TAG)
-        with pytest.raises(MismatchError, match=r"a message of 28 bytes in collective #7 came, expected 2000000"):
-            pair.ends[0].wait(receiving, 60)
-    finally:
-        pair.close()
+def test_what_does_not_fit_on_a_stream_is_said(streamed: Pair) -> None:
+    streamed.ends[1]._connections[0].rails[1].send(pieces(torch.zeros(7)), TAG)
+    receiving = streamed.ends[0].receive(pieces(torch.zeros(1_000_000)), 1, TAG)
+    with pytest.raises(MismatchError, match=r"a message of 28 bytes in collective #7 came, expected 2000000"):
+        streamed.ends[0].wait(receiving, 60)
 
 
-def test_an_abort_ends_a_wait_for_a_stream() -> None:
-    pair = Pair(streams=((1, 2), ()))
-    try:
-        pair.connect()
-        receiving = pair.ends[0].receive(pieces(torch.zeros(1_000_000)), 1, TAG)
-        waiting = in_thread(lambda: pair.ends[0].wait(receiving, 60))
-        pair.ends[0].abort()
-        with pytest.raises(TransferFailedError):
-            waiting.result(10)
-    finally:
-        pair.close()
+def test_an_abort_ends_a_wait_for_a_stream(streamed: Pair) -> None:
+    receiving = streamed.ends[0].receive(pieces(torch.zeros(1_000_000)), 1, TAG)
+    waiting = in_thread(lambda: streamed.ends[0].wait(receiving, 60))
+    streamed.ends[0].abort()
+    with pytest.raises(TransferFailedError):
+        waiting.result(10)
 
 
 def test_a_broken_rail_breaks_the_connection() -> None:

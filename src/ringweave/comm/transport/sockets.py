@@ -43,6 +43,17 @@ class TcpMessage:
 
     __slots__ = ("done", "header", "left", "num_bytes", "num_left", "peer", "tag")
 
+    @classmethod
+    def to_send(cls, peer: int, tag: int, piece: Any) -> "TcpMessage":
+        """Return the message that brings a piece to a peer."""
+        payload = memoryview(piece)
+        return cls(peer, tag, payload, bytearray(_HEADER.pack(tag, payload.nbytes)))
+
+    @classmethod
+    def to_receive(cls, peer: int, tag: int, piece: Any) -> "TcpMessage":
+        """Return the message that a peer's piece is expected to come in."""
+        return cls(peer, tag, memoryview(piece), bytearray(_HEADER.size))
+
     def __init__(self, peer: int, tag: int, payload: memoryview, header: bytearray) -> None:
         self.peer = peer
         self.tag = tag
@@ -90,7 +101,8 @@ def _take_messages(queue: collections.deque[TcpMessage]) -> tuple[list[memoryvie
 class TcpConnection:
     """Connection to one peer: its socket and queued messages."""
 
-    def __init__(self, peer: int, sock: socket.socket) -> None:
+    def __init__(self, peer: int, sock: socket.socket, wakeup_bytes: int = 1) -> None:
+        """`wakeup_bytes`: the kernel reports that data arrived once so much of a message is there, or its rest."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setblocking(False)
         self.peer = peer
@@ -98,6 +110,8 @@ class TcpConnection:
         self.watched = 0
         self._num_decrypted: Callable[[], int] | None = getattr(sock, "pending", None)
         """Bytes that TLS has decrypted and nobody has taken; None for a plain connection."""
+        self._wakeup_bytes = wakeup_bytes if self._num_decrypted is None else 1
+        self._low_water = 1
         self._outgoing: collections.deque[TcpMessage] = collections.deque()
         self._incoming: collections.deque[TcpMessage] = collections.deque()
 
@@ -121,8 +135,7 @@ class TcpConnection:
 
     def send(self, piece: Any, tag: int) -> TcpMessage:
         """Queue a piece, and start sending it."""
-        payload = memoryview(piece)
-        message = TcpMessage(self.peer, tag, payload, bytearray(_HEADER.pack(tag, payload.nbytes)))
+        message = TcpMessage.to_send(self.peer, tag, piece)
         self._outgoing.append(message)
         if len(self._outgoing) == 1:
             self.write()
@@ -130,8 +143,9 @@ class TcpConnection:
 
     def receive(self, piece: Any, tag: int) -> TcpMessage:
         """Expect the next message in this piece."""
-        message = TcpMessage(self.peer, tag, memoryview(piece), bytearray(_HEADER.size))
+        message = TcpMessage.to_receive(self.peer, tag, piece)
         self._incoming.append(message)
+        self._set_low_water()
         if self._num_decrypted is not None and len(self._incoming) == 1 and self._num_decrypted():
             self.read()  # the kernel has nothing that would wake this thread
         return message
@@ -164,7 +178,7 @@ class TcpConnection:
             try:
                 num_left = num_received = self.sock.recvmsg_into(parts)[0]
             except BlockingIOError:
-                return
+                break
             if num_received == 0:
                 raise ConnectionResetError("connection closed by peer")
             while num_left:
@@ -178,7 +192,18 @@ class TcpConnection:
                 if message.done:
                     self._incoming.popleft()
             if num_received < num_asked:
-                return
+                break
+        self._set_low_water()
+
+    def _set_low_water(self) -> None:
+        """Have the kernel wake this end for the next header, but not for each packet of what follows it."""
+        if self._wakeup_bytes == 1 or not self._incoming:
+            return
+        message = self._incoming[0]
+        low_water = 1 if message.header_missing else min(self._wakeup_bytes, message.num_left)
+        if low_water != self._low_water:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
+            self._low_water = low_water
 
     def move(self) -> bool:
         """Send and receive as much as the kernel allows; return True if a message got through."""
@@ -196,17 +221,16 @@ class ThreadedConnection(TcpConnection):
     """Further connection to a peer, whose bytes another thread moves."""
 
     def __init__(self, peer: int, sock: socket.socket, mover: "ConnectionThread") -> None:
-        super().__init__(peer, sock)
+        super().__init__(peer, sock, WAKEUP_BYTES)
         self._mover = mover
 
     def send(self, piece: Any, tag: int) -> TcpMessage:
-        payload = memoryview(piece)
-        message = TcpMessage(self.peer, tag, payload, bytearray(_HEADER.pack(tag, payload.nbytes)))
+        message = TcpMessage.to_send(self.peer, tag, piece)
         self._mover.submit(self, message, is_sent=True)
         return message
 
     def receive(self, piece: Any, tag: int) -> TcpMessage:
-        message = TcpMessage(self.peer, tag, memoryview(piece), bytearray(_HEADER.size))
+        message = TcpMessage.to_receive(self.peer, tag, piece)
         self._mover.submit(self, message, is_sent=False)
         return message
 
@@ -293,6 +317,9 @@ def _check_header(message: TcpMessage) -> None:
 SPLIT_COST_S = 30e-6
 """Cost of splitting a message, a system call at each end. The fastest rail alone carries a message that would be later
 by at most this much."""
+WAKEUP_BYTES = 512 << 10
+"""Part of a message that is worth waking up for, where a peer has several connections by a rail: on links so fast a
+wake-up for each packet costs a fifth of the time (docs/notebook/2026-11.md)."""
 MIN_STREAM_BYTES = 128 << 10
 """Part of a message that is worth waking the thread of another connection of the same rail."""
 
@@ -603,13 +630,13 @@ class SocketTransport:
             return
         rates = self._connection_manager.rail_rates(peer)
         num_streams = len(socks) // len(rates)
-        rails = [self._make_end(peer, sock, index % num_streams > 0) for index, sock in enumerate(socks)]
+        rails = [self._make_end(peer, sock, index % num_streams, num_streams) for index, sock in enumerate(socks)]
         several = len(rails) > 1
         self._add_connection(RailedConnection(peer, rails, rates, num_streams) if several else rails[0], rails)
 
-    def _make_end(self, peer: int, sock: socket.socket, has_thread: bool) -> TcpConnection:
-        if not has_thread:
-            return TcpConnection(peer, sock)
+    def _make_end(self, peer: int, sock: socket.socket, stream: int, num_streams: int) -> TcpConnection:
+        if stream == 0:
+            return TcpConnection(peer, sock, WAKEUP_BYTES if num_streams > 1 else 1)
         if self._mover is None:
             self._mover = ConnectionThread()
             self._poller.register(self._mover.progress, select.EPOLLIN)
