@@ -64,11 +64,11 @@ _AHEAD_S = 0.025
 def best_pipelining(
     name: str, demand: ScheduleDemand, num_bytes: int, kind: CollectiveKind = "allreduce"
 ) -> ScheduleChoice:
-    """Return the pipelining of the least predicted time, with pieces of 16 kB to 1.5 MB, on fast links 8 MB, in 128 segments
-    at most.
+    """Return the pipelining of the least predicted time, with pieces of 16 kB to 1.5 MB and at most 128 segments.
 
     Segments always overlap, about eight of them at a time, or as many as there are rounds where a rank receives once.
-    The window holds the receives of two segments, and at least eight where nothing is added. Inside one node the plan's assumptions set the size of pieces.
+    The window holds the receives of two segments, and at least eight where nothing is added. Inside one node the plan's
+    assumptions set the size of pieces; on fast links they have up to 8 MB.
 
     Small pieces that go round the peers keep the streams that meet at a link even; measurements show that this matters
     more than the overlap (docs/notebook/2026-11.md). In an allgather and a reduce-scatter each rank could send its own
