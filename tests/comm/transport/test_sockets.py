@@ -212,6 +212,7 @@ def test_a_large_message_wakes_for_its_header_and_then_for_large_parts() -> None
         receiver.receive(bytearray(250), TAG + number)
     for number in range(1, 8):
         sender.send(bytes(250), TAG + number)
+    sender.write()
     receiver.read()
     assert pipe.low_water == 1, "the next header, also where a system call took all that was there"
 
