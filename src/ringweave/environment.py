@@ -18,6 +18,8 @@ WIRE = "RINGWEAVE_WIRE"
 MAX_LOSS_INCREASE = "RINGWEAVE_MAX_LOSS_INCREASE"
 MODE = "RINGWEAVE_MODE"
 PROBE = "RINGWEAVE_PROBE"
+MAX_MEASUREMENT_AGE_S = 24 * 3600.0
+"""Age from which on a measured network is measured anew: rewiring a cluster must not require knowing the cache."""
 FINDINGS = "RINGWEAVE_FINDINGS"
 """Folder of probe results, in place of the user's; `ringweave lab run` sets it to the lab's own."""
 TUNING = "RINGWEAVE_TUNING"

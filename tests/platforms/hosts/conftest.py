@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -159,3 +159,20 @@ def make_hosts(root: Path, addresses: Mapping[str, str]) -> Iterator[FakeHosts]:
         yield made
     finally:
         made.end()
+
+
+def make_hosts_in_namespace(root: Path, addresses: Mapping[str, str], networks: Sequence[str]) -> Iterator[FakeHosts]:
+    """Hosts in a network namespace whose loopback interface has these addresses, beside 127.0.0.1; needs a lab."""
+    name = f"ringweave-hosts-{os.getpid()}"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    try:
+        inside = ("ip", "netns", "exec", name)
+        subprocess.run([*inside, "ip", "link", "set", "lo", "up"], check=True)
+        for network in networks:
+            options = ["nodad"] if ":" in network else []
+            subprocess.run([*inside, "ip", "address", "add", network, "dev", "lo", *options], check=True)
+        for hosts in make_hosts(root, addresses):
+            hosts.namespace = inside
+            yield hosts
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=True)

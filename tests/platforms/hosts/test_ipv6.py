@@ -1,7 +1,5 @@
 """Hosts that have IPv6 addresses alone: checked, run on and joined."""
 
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import pytest
 
 from ringweave import lab
 from tests import demands
-from tests.platforms.hosts.conftest import FakeHosts, make_hosts
+from tests.platforms.hosts.conftest import FakeHosts, make_hosts_in_namespace
 from tests.platforms.hosts.test_join import start_run
 
 NAMES = ("fd00::a", "fd00::b")
@@ -29,18 +27,8 @@ dist.destroy_process_group()
 def ipv6_hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FakeHosts]:
     """Two hosts in a network namespace whose loopback interface has their addresses, and no IPv4 beside 127.0.0.1."""
     demands.need(request.config, demands.LAB, lab.lab_problems())
-    name = f"ringweave-v6-{os.getpid()}"
-    subprocess.run(["ip", "netns", "add", name], check=True)
-    try:
-        inside = ("ip", "netns", "exec", name)
-        subprocess.run([*inside, "ip", "link", "set", "lo", "up"], check=True)
-        for address in (*NAMES, "fd00::c"):
-            subprocess.run([*inside, "ip", "-6", "address", "add", f"{address}/128", "dev", "lo", "nodad"], check=True)
-        for hosts in make_hosts(tmp_path, {address: address for address in NAMES}):
-            hosts.namespace = inside
-            yield hosts
-    finally:
-        subprocess.run(["ip", "netns", "delete", name], check=True)
+    networks = [f"{address}/128" for address in (*NAMES, "fd00::c")]
+    yield from make_hosts_in_namespace(tmp_path, {address: address for address in NAMES}, networks)
 
 
 def test_hosts_with_ipv6_addresses_are_checked_run_on_and_joined(ipv6_hosts: FakeHosts) -> None:

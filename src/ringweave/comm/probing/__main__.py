@@ -24,19 +24,30 @@ from ringweave.topology.inference.infer import SurveyLimits
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option("--rounds", type=click.IntRange(1), help="Rounds of pairs. Default: until every pair has met.")
 @click.option("--max-age", "max_age_s", type=float, metavar="SECONDS", help="Take findings of that age, if there are.")
-def command(path: Path | None, as_json: bool, rounds: int | None, max_age_s: float | None) -> None:
+@click.option(
+    "--cluster",
+    "cluster_path",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Measure as a job with this cluster file does at its start: at its addresses, and as briefly.",
+)
+def command(
+    path: Path | None, as_json: bool, rounds: int | None, max_age_s: float | None, cluster_path: Path | None
+) -> None:
     """Measure the network between the nodes of this job; every number that is printed is measured."""
     try:
-        _measure(path, as_json, rounds, max_age_s)
+        _measure(path, as_json, rounds, max_age_s, cluster_path)
     except RingweaveError as error:
         click.echo(f"ringweave: error: {error}", err=True)
         sys.exit(error.exit_code)
 
 
-def _measure(path: Path | None, as_json: bool, rounds: int | None, max_age_s: float | None) -> None:
+def _measure(
+    path: Path | None, as_json: bool, rounds: int | None, max_age_s: float | None, cluster_path: Path | None
+) -> None:
     if os.environ.get("RANK") == "0":
         file_io.check_writable("--write", path)
-    measurement = _find_measurement(rounds, max_age_s)
+    measurement = _find_measurement(rounds, max_age_s, cluster_path)
     if measurement is None:
         return
     click.echo(measurement.to_json() if as_json else measurement.to_text())
@@ -45,12 +56,21 @@ def _measure(path: Path | None, as_json: bool, rounds: int | None, max_age_s: fl
         file_io.write_output("--write", path, text)
 
 
-def _find_measurement(rounds: int | None, max_age_s: float | None) -> NetworkMeasurement | None:
+def _find_measurement(
+    rounds: int | None, max_age_s: float | None, cluster_path: Path | None
+) -> NetworkMeasurement | None:
     """Return the measurement, on rank 0."""
     store, rank, world_size = peer_data.connect_store(os.environ)
-    effort = SurveyLimits(num_rounds=rounds)
+    is_brief = cluster_path is not None and rounds is None
+    effort = measure.effort_of_job(world_size) if is_brief else SurveyLimits(num_rounds=rounds)
     measurement = measure.measure_job_network(
-        store, rank, world_size, effort=effort, max_age_s=max_age_s, on_progress=_show_progress
+        store,
+        rank,
+        world_size,
+        effort=effort,
+        max_age_s=max_age_s,
+        cluster_path=cluster_path,
+        on_progress=_show_progress,
     )
     peer_data.exchange_texts(store, "done", rank, world_size, measure.JOB_TIMEOUT)
     return measurement

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, Store
@@ -331,6 +332,11 @@ _BRIEF_EFFORT = SurveyLimits(num_rounds=8, num_trials=32, total_cpu_s=20.0)
 them. Not every pair is measured, neither for latency nor for rate."""
 
 
+def effort_of_job(num_nodes: int) -> SurveyLimits:
+    """Return the limits of the measurement with which a job on so many nodes starts."""
+    return _FULL_EFFORT if num_nodes <= _MAX_NODES_FULL else _BRIEF_EFFORT
+
+
 def measurement_for_group(
     store: Store, group: GroupInfo, timeout: timedelta, environment: WorkerEnvironment
 ) -> NetworkMeasurement | None:
@@ -405,7 +411,7 @@ def _measure_as_first(
 ) -> NetworkMeasurement:
     """Measure on the first rank of a group, with the others."""
     count = group.num_nodes
-    effort = _FULL_EFFORT if count <= _MAX_NODES_FULL else _BRIEF_EFFORT
+    effort = effort_of_job(count)
     about_s = max(1, round(predicted_survey_s(count, effort)))
     advice = "RINGWEAVE_CLUSTER=FILE (a cluster file) or RINGWEAVE_PROBE=never avoids it"
     report_status(f"measuring the network between {count} nodes, about {about_s} s; {advice}")
@@ -424,11 +430,12 @@ def measure_job_network(
     *,
     effort: SurveyLimits | None = None,
     max_age_s: float | None = None,
+    cluster_path: Path | None = None,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> NetworkMeasurement | None:
     """Measure the network of a whole job on request; every rank calls this, and every node caches the result.
 
-    A cluster file is ignored: RINGWEAVE_NODE or the host name names the node.
+    RINGWEAVE_NODE or the host name names the node. RINGWEAVE_CLUSTER is ignored.
 
     Args:
         store: Store of all ranks of the job.
@@ -436,6 +443,8 @@ def measure_job_network(
         world_size: Number of ranks.
         effort: Limits; None measures every pair.
         max_age_s: Seconds; a cached measurement that is not older is taken instead. None always measures.
+        cluster_path: Cluster file with the addresses of the nodes, which a job with this file finds measured then; its
+            rates are ignored. None: each node offers its own addresses.
         on_progress: Called on the first rank with the current activity.
 
     Returns:
@@ -446,7 +455,7 @@ def measure_job_network(
         CommunicationError: A rank did not come, or failed.
     """
     environment = WorkerEnvironment.from_environ(os.environ)
-    place = group_info.locate_process(WorkerEnvironment(node=environment.node), os.environ)
+    place = group_info.locate_process(WorkerEnvironment(node=environment.node, cluster_path=cluster_path), os.environ)
     prefixed_store = PrefixStore("probe", store)
     group = group_info.exchange_group_info(prefixed_store, rank, range(world_size), place, [], JOB_TIMEOUT)
     cache, hosts = (

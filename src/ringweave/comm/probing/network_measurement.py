@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from ringweave import topology, units
-from ringweave.environment import FINDINGS
+from ringweave.environment import FINDINGS, MAX_MEASUREMENT_AGE_S
 from ringweave.errors import RingweaveError
 from ringweave.files import file_io
 from ringweave.topology import Cluster
@@ -177,9 +177,6 @@ def _pair_matrix(title: str, names: Sequence[str], cells: Mapping[tuple[str, str
         [title + more + ":", head, *(f"{name:<{width}}{row}" for name, row in zip(shown, rows, strict=True))]
     )
 
-
-MAX_MEASUREMENT_AGE_S = 24 * 3600.0
-"""Older measurements are ignored: rewiring a cluster must not require knowing this cache."""
 
 _CACHE_VERSION = 1
 _LOG = logging.getLogger("ringweave")

@@ -1,18 +1,32 @@
-"""Check of hosts before a run (`ringweave doctor --hosts`): their facts side by side, and what stops a run."""
+"""Check of hosts before a run (`ringweave doctor --hosts`): their facts, what stops a run, rates of links."""
 
+import os
 import statistics
 import textwrap
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from ringweave import units
+from ringweave import topology, units
+from ringweave.environment import MAX_MEASUREMENT_AGE_S, NODE, PROBE
 from ringweave.errors import LaunchError
+from ringweave.files import file_io
 from ringweave.launcher.output import write_notice
+from ringweave.platforms.agent import job_config
+from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
 from ringweave.platforms.hosts import host_list, install, start
-from ringweave.platforms.hosts.host_list import HostSpec
-from ringweave.platforms.hosts.run_entry import HostsOptions
-from ringweave.platforms.hosts.ssh import HostConnections, HostError, NoRingweaveError, SshConnection, run_parallel
+from ringweave.platforms.hosts.host_list import HostList, HostSpec
+from ringweave.platforms.hosts.run_entry import HostEndpoint, HostsOptions
+from ringweave.platforms.hosts.ssh import (
+    MEASURE_TIMEOUT_S,
+    HostConnections,
+    HostError,
+    NoRingweaveError,
+    SshConnection,
+    run_parallel,
+)
+from ringweave.rpc import CertificateAuthority
 
 TABLE_WIDTH = 100
 _LABEL_WIDTH, _CELL_WIDTH, _GAP = 14, 26, 2
@@ -34,12 +48,45 @@ class HostCheck:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LinkCheck:
+    """Rates of the links between hosts, which a run on the same hosts finds measured; or the reason why there are none.
+
+    All numbers are measured.
+    """
+
+    reason: str = ""
+    """Reason why the links were not measured; empty if they were."""
+    age_s: float = 0.0
+    """Age of the measurement; a run uses it up to `MAX_MEASUREMENT_AGE_S`."""
+    rates: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Name of a host -> bytes per second that leave it, and that reach it."""
+    slow: str | None = None
+    """Slowest part of the network, in one line; None if nothing is slow."""
+
+    @property
+    def expires_in_s(self) -> float:
+        return MAX_MEASUREMENT_AGE_S - self.age_s
+
+    def document(self) -> dict[str, object]:
+        """Return the part of the JSON document."""
+        if self.reason:
+            return {"measured": False, "reason": self.reason}
+        rates = {
+            name: {"out_bytes_per_s": out, "in_bytes_per_s": into, "kind": "measured"}
+            for name, (out, into) in self.rates.items()
+        }
+        ages = {"age_s": round(self.age_s, 3), "expires_in_s": round(self.expires_in_s, 3)}
+        return {"measured": True, **ages, "rates": rates, "slow": self.slow}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HostsReport:
     """Results of all hosts, and what stops a run on them."""
 
     checks: tuple[HostCheck, ...]
     problems: tuple[str, ...]
     """One text for each thing that stops a run, with its fix."""
+    links: LinkCheck
 
     @property
     def is_fit(self) -> bool:
@@ -60,11 +107,16 @@ class HostsReport:
             }
             for check in self.checks
         ]
-        return {"fit": self.is_fit, "hosts": hosts, "problems": list(self.problems)}
+        return {
+            "fit": self.is_fit,
+            "hosts": hosts,
+            "links": self.links.document(),
+            "problems": list(self.problems),
+        }
 
 
 def check_hosts(text: str, python: str | None, *, installs: bool) -> HostsReport:
-    """Check all hosts at the same time.
+    """Check all hosts that ssh reaches at the same time, then measure the links between them.
 
     `text`: hosts as `--hosts` names them.
 
@@ -72,7 +124,8 @@ def check_hosts(text: str, python: str | None, *, installs: bool) -> HostsReport
         UsageError: The text names no hosts.
         HostError: The installation fails.
     """
-    hosts = host_list.parse_hosts(text).hosts
+    named = host_list.parse_hosts(text)
+    hosts = named.reached
     options = HostsOptions(python=python)
     if installs:
         options = install.install_on_hosts(hosts, python, write_notice)
@@ -81,7 +134,10 @@ def check_hosts(text: str, python: str | None, *, installs: bool) -> HostsReport
         connections.open = [each for each in results if isinstance(each, SshConnection)]
         checks = run_parallel(_read_facts, hosts, results)
         errors = [str(each) for each in results if isinstance(each, HostError)]
-        return HostsReport(checks=tuple(checks), problems=(*errors, *_find_problems(connections.open)))
+        endpoints, problems = _find_problems(connections.open)
+        lacking = [host.node for host, each in zip(hosts, results, strict=True) if isinstance(each, NoRingweaveError)]
+        links = _check_links(named, connections.open, endpoints, lacking, [*errors, *problems])
+        return HostsReport(checks=tuple(checks), problems=(*errors, *problems), links=links)
 
 
 def _check_host(connections: HostConnections, index: int) -> SshConnection | HostError:
@@ -105,13 +161,99 @@ def _read_facts(host: HostSpec, result: SshConnection | HostError) -> HostCheck:
     )
 
 
-def _find_problems(connections: Sequence[SshConnection]) -> list[str]:
-    problems = start.find_differences(connections) if connections else []
+def _find_problems(connections: Sequence[SshConnection]) -> tuple[list[HostEndpoint], list[str]]:
+    """Return an open port of each host, and what stops a run."""
+    if not connections:
+        return [], []
+    problems = start.find_differences(connections)
     try:
-        endpoints = run_parallel(start.open_endpoint, connections) if connections else []
-        return [*problems, *start.find_unreachable(connections, endpoints)] if connections else problems
+        endpoints = run_parallel(start.open_endpoint, connections)
+        return endpoints, [*problems, *start.find_unreachable(connections, endpoints)]
     except LaunchError as error:
-        return [*problems, str(error)]
+        return [], [*problems, str(error)]
+
+
+def _check_links(
+    named: HostList,
+    connections: Sequence[SshConnection],
+    endpoints: Sequence[HostEndpoint],
+    lacking: Sequence[str],
+    problems: Sequence[str],
+) -> LinkCheck:
+    """Measure the links as the first run would, or say why not; a failure stops no run."""
+    reason = find_reason_for_no_rates(named, lacking, problems)
+    if not reason and len({each.address for each in endpoints}) < len(endpoints):
+        reason = "two of these hosts have the same address"
+    if reason:
+        return LinkCheck(reason=reason)
+    write_notice(f"links between {len(endpoints)} hosts: measured now, unless they were within the last day")
+    try:
+        return _measure_links(connections, endpoints)
+    except LaunchError as error:
+        return LinkCheck(reason=str(error))
+
+
+def find_reason_for_no_rates(named: HostList, lacking: Sequence[str], problems: Sequence[str]) -> str:
+    """Return the reason not to measure the links; empty if there is none.
+
+    `lacking`: names of the hosts without ringweave; `problems`: what stops a run.
+    """
+    if named.cluster_text is not None:
+        return "a run takes the rates of the cluster file"
+    if lacking:
+        return f"no ringweave on {', '.join(lacking)}; add --install"
+    if problems:
+        return "a run on these hosts does not work yet"
+    if len(named.reached) < len(named.hosts):
+        return "a run measures them once the hosts called join have joined"
+    if len(named.hosts) == 1:
+        return "one host has none"
+    return f"{PROBE}=never" if os.environ.get(PROBE) == "never" else ""
+
+
+def _measure_links(connections: Sequence[SshConnection], endpoints: Sequence[HostEndpoint]) -> LinkCheck:
+    """Let one process of each host measure the links; every host keeps the rates for runs.
+
+    Raises:
+        LaunchError: It failed on a host.
+    """
+    nodes = tuple(NodeConfig(index=index, name=each.node, workers=1) for index, each in enumerate(endpoints))
+    config = JobConfig(job="doctor", device="cpu", mode="auto", nodes=nodes)
+    cluster = topology.dumps(job_config.build_cluster(config, {each.node: each.address for each in endpoints}))
+    authority = CertificateAuthority("doctor")
+
+    def measure(rank: int, connection: SshConnection) -> bytes:
+        environ = {
+            **start.forwarded_environ(os.environ),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(endpoints)),
+            "MASTER_ADDR": endpoints[0].address,
+            "MASTER_PORT": str(endpoints[0].port),
+            NODE: endpoints[rank].node,
+        }
+        credentials = authority.issue("worker", str(rank)).to_text().encode()
+        asked = {"cluster": cluster, "environ": environ}
+        return connection.call_for_bytes("measure", credentials, timeout_s=MEASURE_TIMEOUT_S + 30.0, **asked)[1]
+
+    return _parse_measurement(run_parallel(measure, range(len(endpoints)), connections)[0])
+
+
+def _parse_measurement(text: bytes) -> LinkCheck:
+    """Parse the answer of the first host, a `NetworkMeasurement`.
+
+    Raises:
+        LaunchError: It is none.
+    """
+    try:
+        found = file_io.parse_json(text)
+        links = {link["name"]: float(link["rate_bytes_per_s"]) for link in found["links"]}
+        hosts = [node.name for node in topology.loads(found["cluster_text"]).nodes]
+        out = {link.partition("->")[0]: rate for link, rate in links.items()}
+        into = {link.partition("->")[2]: rate for link, rate in links.items()}
+        rates = {name: (out[name], into[name]) for name in hosts}
+        return LinkCheck(age_s=max(0.0, time.time() - float(found["time"])), rates=rates, slow=found["slow"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise LaunchError(f"measurement of the first host: {error!r}, expected rates of all hosts.") from error
 
 
 def report_text(report: HostsReport) -> str:
@@ -120,15 +262,35 @@ def report_text(report: HostsReport) -> str:
         (label, _mark_differences([cell(check) for check in report.checks], compares))
         for label, cell, compares in _ROWS
     ]
+    if report.links.rates:
+        rows.append(("measured", [_rates(report.links, check.host.node) for check in report.checks]))
     names = [f"{check.host.node}:{check.host.workers}" for check in report.checks]
     blocks = [_block(names, rows, some) for some in _blocks(names, rows)]
     is_marked = any(cell.endswith("*") for _, cells in rows for cell in cells)
     legend = ["* differs from most of these hosts", ""] if is_marked else []
+    notes = [_reason_row(report.links.reason), ""] if report.links.reason else []
+    if report.links.slow:
+        notes += [f"measured: {report.links.slow}", ""]
     num = len(report.problems)
     end = (
         [f"{num} thing{'s' if num != 1 else ''} to fix:", *report.problems] if num else ["A run on these hosts works."]
     )
-    return "\n".join(["\n\n".join(blocks), "", *legend, *end]) + "\n"
+    gap = [] if report.links.reason else [""]
+    return "\n".join(["\n\n".join(blocks), *gap, *notes, *legend, *end]) + "\n"
+
+
+def _reason_row(reason: str) -> str:
+    """Return the row of the measured rates where there are none."""
+    margin = " " * _LABEL_WIDTH
+    return textwrap.fill(
+        f"no: {reason}", TABLE_WIDTH, initial_indent=f"{'measured':{_LABEL_WIDTH}}", subsequent_indent=margin
+    )
+
+
+def _rates(links: LinkCheck, node: str) -> str:
+    out, into = (units.show_rate(rate) for rate in links.rates[node])
+    age, left = (units.show_duration(seconds) for seconds in (links.age_s, links.expires_in_s))
+    return f"{out} out\n{into} in\n{age} ago, for {left} more"
 
 
 def _mark_differences(cells: Sequence[str], compares: bool) -> list[str]:

@@ -11,7 +11,9 @@ import random
 import resource
 import shutil
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from ringweave import ports, rpc
+from ringweave import environment, ports, rpc
 from ringweave.errors import LaunchError, RingweaveError, UnknownJobError
 from ringweave.files import file_io
 from ringweave.launcher import node_context
@@ -35,7 +37,7 @@ from ringweave.platforms.hosts.run_entry import (
     find_run_folders,
     hosts_state_folder,
 )
-from ringweave.platforms.hosts.ssh import HELLO, MAX_PAYLOAD_BYTES
+from ringweave.platforms.hosts.ssh import HELLO, MAX_PAYLOAD_BYTES, MEASURE_TIMEOUT_S
 from ringweave.ports import parse_ports
 from ringweave.topology import cgroups
 from ringweave.topology.discovery import sysfs
@@ -43,6 +45,7 @@ from ringweave.topology.discovery import sysfs
 JOINED_LOG_INTERVAL_S = 0.3
 """Interval between two calls of a host that has joined, whose logs come over another host."""
 LOCAL_CALL_TIMEOUT_S = 8.0
+PROBING_MODULE = "ringweave.comm.probing"
 Answer = tuple[dict[str, Any], bytes]
 
 
@@ -107,6 +110,7 @@ class RemoteProgram:
             "lay_out": self._lay_out,
             "open_port": self._open_port,
             "unreachable": self._unreachable,
+            "measure": self._measure,
             "facts": lambda request, payload: (host_facts(), b""),
             "clock": lambda request, payload: ({"time": time.time()}, b""),
             "start": self._start,
@@ -168,6 +172,32 @@ class RemoteProgram:
         with ThreadPoolExecutor(max_workers=max(1, min(64, len(endpoints)))) as pool:
             found = pool.map(lambda each: host_runtime.connection_problem(each[0], each[1], timeout_s=3.0), endpoints)
             return {"reasons": list(found)}, b""
+
+    def _measure(self, request: Mapping[str, Any], payload: bytes) -> Answer:
+        """Measure the links with the other hosts, for later runs on them; the first host returns the measurement."""
+        for listener in self._listeners:
+            listener.close()
+        with tempfile.TemporaryDirectory(prefix="ringweave-") as folder:
+            cluster, credentials = Path(folder) / "cluster.yaml", Path(folder) / "credentials.json"
+            cluster.write_text(request["cluster"], encoding="utf-8")
+            rpc.Credentials.from_text(payload).save(credentials)
+            environ = {
+                **host_runtime.clean_environ(),
+                **request["environ"],
+                environment.CREDENTIALS: str(credentials),
+                environment.ENCRYPT: "on",
+            }
+            age = ("--max-age", str(environment.MAX_MEASUREMENT_AGE_S))
+            argv = (sys.executable, "-P", "-m", PROBING_MODULE, "--json", "--cluster", str(cluster), *age)
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+            try:
+                done = subprocess.run(argv, env=environ, timeout=MEASURE_TIMEOUT_S, check=False, **pipes)
+            except subprocess.TimeoutExpired as error:
+                raise LaunchError(f"no end within {MEASURE_TIMEOUT_S:g} s") from error
+        if done.returncode != 0:
+            lines = done.stderr.decode(errors="replace").strip().splitlines()
+            raise LaunchError((lines or [f"exit code {done.returncode}"])[-1].removeprefix("ringweave: error: "))
+        return {}, done.stdout
 
     def _start(self, request: Mapping[str, Any], payload: bytes) -> Answer:
         """Write this host's part of the run, and start its service; return when the service listens."""

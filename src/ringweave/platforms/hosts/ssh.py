@@ -34,6 +34,8 @@ REMOTE_MODULE = "ringweave.platforms.hosts.remote_main"
 CONNECT_TIMEOUT_S = 60.0
 """Until the greeting: a host that trains, or has its Python on a network folder, is slow to import it."""
 CALL_TIMEOUT_S = 30.0
+MEASURE_TIMEOUT_S = 600.0
+"""Time for a measurement of all links, which takes half a minute on 16 hosts."""
 NO_PYTHON_EXIT = 97
 """Exit code of the remote shell where no interpreter with ringweave was found."""
 _NUM_CLOCK_READINGS = 3
