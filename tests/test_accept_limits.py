@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from ringweave import rpc
-from ringweave.accept_limits import AcceptLimits, ConnectionLimiter
+from ringweave.accept_limits import AcceptLimits, ConnectionLimiter, connection_id
 from ringweave.rpc import CertificateAuthority, RpcServer, TlsAuthentication
 from tests import effort
 
@@ -79,8 +79,45 @@ def test_who_has_said_what_it_is_counts_no_more(listening: Listening) -> None:
         listening.call()
         accepted = listening.accept()
         assert accepted is not None
-        listening.limiter.finish(accepted.fileno())
+        listening.limiter.finish(connection_id(accepted))
     assert (listening.limiter.num_pending, listening.refused) == (0, [])
+
+
+def accept_two_with_one_descriptor(listening: Listening) -> tuple[int, socket.socket, socket.socket]:
+    """Return the id of a connection that has ended, the next one with its descriptor, and the caller of that."""
+    listening.call()
+    ended = listening.accept()
+    assert ended is not None
+    first, descriptor = connection_id(ended), ended.fileno()
+    ended.close()  # as a TLS handshake closes it that fails
+    caller = listening.call()  # takes the lowest free descriptor, which was that one, and gives it back
+    moved = socket.socket(fileno=os.dup(caller.fileno()))
+    caller.close()
+    listening.stack.callback(moved.close)
+    following = listening.accept()
+    assert following is not None
+    assert following.fileno() == descriptor
+    return first, following, moved
+
+
+def test_the_late_end_of_a_connection_is_not_that_of_the_next_with_its_descriptor(listening: Listening) -> None:
+    ended, following, _ = accept_two_with_one_descriptor(listening)
+    listening.limiter.finish(ended)
+    assert listening.limiter.num_pending == 1
+    listening.limiter.finish(connection_id(following))
+    assert listening.limiter.num_pending == 0
+
+
+def test_a_connection_that_ended_without_a_word_is_not_cut_for_the_next_with_its_descriptor(
+    listening: Listening,
+) -> None:
+    _, following, caller = accept_two_with_one_descriptor(listening)
+    listening.limiter.finish(connection_id(following))
+    listening.now_s = 10.0
+    listening.limiter.cut_overdue()
+    following.sendall(b"x")
+    assert caller.recv(1) == b"x"
+    assert listening.limiter.num_pending == 0
 
 
 def test_a_silent_connection_ends_at_its_deadline(listening: Listening) -> None:
@@ -99,7 +136,7 @@ def test_a_flood_is_closed_at_once_and_the_next_second_has_room(listening: Liste
         listening.call()
         accepted = listening.accept()
         assert accepted is not None
-        listening.limiter.finish(accepted.fileno())
+        listening.limiter.finish(connection_id(accepted))
     flooding = listening.call()
     assert listening.accept() is None
     assert flooding.recv(1) == b""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ringweave import ports, relayed_address
-from ringweave.accept_limits import AcceptLimits, ConnectionLimiter
+from ringweave.accept_limits import AcceptLimits, ConnectionLimiter, connection_id
 from ringweave.errors import (
     ConnectionLostError,
     DeadlineError,
@@ -551,7 +551,7 @@ class RpcServer:
             if len(self._sessions) < self.limits.max_connections:
                 self._spawn(self._serve_connection, raw, address)
             else:
-                self._limiter.finish(raw.fileno())
+                self._limiter.finish(connection_id(raw))
                 raw.close()
                 self.refusals.add("full", address[0], address[1], self._full_text("max_connections"))
 
@@ -565,7 +565,7 @@ class RpcServer:
         )
 
     def _serve_connection(self, raw: socket.socket, address: tuple[str, int]) -> None:
-        descriptor = raw.fileno()  # TLS takes it over
+        connection = connection_id(raw)  # TLS takes the descriptor over
         try:
             session = self._admit(raw, address)
         except (RpcError, OSError) as error:
@@ -573,7 +573,7 @@ class RpcServer:
             self._record_refusal(error, address)
             return
         finally:
-            self._limiter.finish(descriptor)
+            self._limiter.finish(connection)
         try:
             session.run(lambda: self._report_end(session))
         except ConnectionLostError:

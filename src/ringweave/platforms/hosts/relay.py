@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ringweave import relayed_address
-from ringweave.accept_limits import AcceptLimits, LimitedListener
+from ringweave.accept_limits import AcceptLimits, LimitedListener, connection_id
 from ringweave.errors import RingweaveError, UsageError
 from ringweave.files import file_io, rotation
 from ringweave.platforms.hosts.join_protocol import print_refusal
@@ -439,10 +439,10 @@ class Relay:
     # Of a gateway.
 
     async def _secure(self, context: ssl.SSLContext, sock: socket.socket) -> None:
-        descriptor, stream = sock.fileno(), None
+        connection, stream = connection_id(sock), None
         with contextlib.suppress(OSError), self._refusals.noted(sock):
             stream = await tls.accept_stream(sock, context, HANDSHAKE_TIMEOUT_S, BUFFER_BYTES)
-        self._entrances[0].limiter.finish(descriptor)
+        self._entrances[0].limiter.finish(connection)
         await self._accept(*stream) if stream is not None else sock.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
