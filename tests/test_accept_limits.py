@@ -8,11 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from ringweave import rpc
 from ringweave.accept_limits import AcceptLimits, ConnectionLimiter, connection_id
+from ringweave.errors import RpcError
 from ringweave.rpc import CertificateAuthority, RpcServer, TlsAuthentication
 from tests import effort
 
@@ -222,3 +224,46 @@ def test_a_server_serves_its_job_beside_idle_and_slow_strangers() -> None:
         for each in strangers:
             each.close()
     assert len(os.listdir("/proc/self/fd")) <= before + 3  # noqa: PTH208
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Empty this list, and the system gives servers no more threads."""
+    available, start = [True], threading.Thread.start
+
+    def start_if_available(thread: threading.Thread) -> None:
+        if not available and thread.name.startswith(("rpc", "http")):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_if_available)
+    return available
+
+
+def test_a_server_goes_on_where_the_system_had_no_thread(threads: list[bool]) -> None:
+    authority, events = CertificateAuthority("job"), list[dict[str, Any]]()
+    handler = rpc.RpcHandler(message=Query, handle=lambda call: rpc.Ack())
+    trusted = TlsAuthentication(authority.issue("server", "0"))
+    with RpcServer(trusted, [handler], write_event=lambda kind, **fields: events.append(fields)) as server:
+        server.start("127.0.0.1")
+
+        def connect() -> rpc.RpcClient:
+            own = TlsAuthentication(authority.issue("worker", "0"))
+            return rpc.RpcClient.connect("127.0.0.1", server.port, own, role="server")
+
+        with connect() as client:
+            client.call(Query(), timeout_s=20)
+            threads.clear()
+            with pytest.raises(RpcError, match=r"thread: 'none from the system', expected one more\. Raise ulimit -u"):
+                client.call(Query(), timeout_s=20)
+            for _ in range(3):
+                with socket.create_connection(("127.0.0.1", server.port), timeout=20) as refused:
+                    assert refused.recv(1) == b""
+            threads.append(True)
+            client.call(Query(), timeout_s=20)
+            with connect() as another:
+                another.call(Query(), timeout_s=20)
+        assert [each["reason"] for each in events] == ["full"], "one line stands for all"
+        assert "thread: 'none from the system'" in events[0]["text"]
+        assert server._limiter.num_pending == 0
+        assert server.held_bytes == 0
