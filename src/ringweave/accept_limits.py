@@ -146,6 +146,10 @@ class ConnectionLimiter:
         sock.close()
         return None
 
+    def is_pending(self, connection: int) -> bool:
+        """Return whether the connection of that id is pending."""
+        return connection in self._pending
+
     def finish(self, connection: int) -> None:
         """Note that the connection of that id is no longer pending: it has said what it is, or has ended."""
         with self._lock:
@@ -158,8 +162,7 @@ class ConnectionLimiter:
             for connection, pending in list(self._pending.items()):
                 if pending.deadline_s > now_s:
                     break
-                self.num_refused += 1
-                self._cut(connection)
+                self.num_refused += self._cut(connection)
                 cut.append(connection)
         return cut
 
@@ -185,6 +188,8 @@ class ConnectionLimiter:
         if source.free < 1.0:
             return name
         source.free -= 1.0
+        if len(source.pending) >= limits.max_pending_per_source or len(self._pending) >= limits.max_pending:
+            self._forget_ended()
         loser = None
         if len(source.pending) >= limits.max_pending_per_source:
             loser = name
@@ -197,22 +202,35 @@ class ConnectionLimiter:
         self._pending[connection] = _Pending(now_s + limits.deadline_s, name, sock.fileno())
         return loser
 
-    def _cut(self, connection: int) -> None:
-        """Shut a pending connection down, unless its owner has closed it meanwhile.
+    def _forget_ended(self) -> None:
+        """Forget connections that their owners have closed without a word."""
+        for connection, pending in list(self._pending.items()):
+            try:
+                has_ended = not is_connection(pending.descriptor, connection)
+            except OSError:
+                has_ended = True
+            if has_ended:
+                self._forget(connection)
+
+    def _cut(self, connection: int) -> bool:
+        """Shut a pending connection down; return False if its owner has closed it meanwhile.
 
         It is looked at by a copy of its descriptor, which stays the same connection's whatever other threads close.
         """
         descriptor = self._pending[connection].descriptor
         self._forget(connection)
         self._release_reserve()  # for the copy
+        is_open = False
         with contextlib.suppress(OSError):
             copy = os.dup(descriptor)
             try:
-                if is_connection(copy, connection):
+                is_open = is_connection(copy, connection)
+                if is_open:
                     _shut_down(copy)
             finally:
                 os.close(copy)
         self._hold_reserve()
+        return is_open
 
     def _drop_silent_source(self) -> None:
         if len(self._sources) > _MAX_SOURCES:
@@ -283,11 +301,11 @@ class LimitedListener:
         listener: socket.socket,
         loop: "asyncio.AbstractEventLoop",
         serve: Callable[[socket.socket], Coroutine[Any, Any, None]],
-        limits: AcceptLimits | None = None,
+        limiter: ConnectionLimiter | None = None,
     ) -> None:
         """`serve` gets each connection, calls `limiter.finish` once the other end is known, and closes it."""
         self.port: int = listener.getsockname()[1]
-        self.limiter = ConnectionLimiter(limits)
+        self.limiter = limiter or ConnectionLimiter()
         self._listener, self._loop, self._serve = listener, loop, serve
         self._tasks: set[asyncio.Task[None]] = set()
         listener.setblocking(False)

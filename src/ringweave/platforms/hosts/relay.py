@@ -24,12 +24,12 @@ import ssl
 import struct
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from ringweave import relayed_address
-from ringweave.accept_limits import AcceptLimits, LimitedListener, connection_id
+from ringweave.accept_limits import AcceptLimits, ConnectionLimiter, LimitedListener, connection_id
 from ringweave.errors import RingweaveError, UsageError
 from ringweave.files import file_io, rotation
 from ringweave.platforms.hosts.join_protocol import print_refusal
@@ -56,6 +56,8 @@ DRAIN_S = 2.0
 """Time that connections get to end after the end of the service."""
 ORPHAN_TIMEOUT_S = 900.0
 """Time without a host service after which the relay ends."""
+_LOCAL_LIMITS = AcceptLimits(deadline_s=CONNECT_TIMEOUT_S, max_pending=256, max_pending_per_source=256)
+"""Limits of a listener for another host: all ranks of this one may call at once, and wait for an answer from there."""
 BUFFER_BYTES = 2**20
 _PIECE_BYTES = 2**18
 _LENGTH = struct.Struct(">I")
@@ -268,7 +270,7 @@ class Relay:
         self._links: dict[int, ControlLink] = {}
         self._tables: dict[int, Table] = {}
         """Host -> the ports that its relay leads to."""
-        self._listeners: dict[tuple[str, int], asyncio.Server] = {}
+        self._listeners: dict[tuple[str, int], LimitedListener] = {}
         self._listeners_lock, self._publish_lock = asyncio.Lock(), asyncio.Lock()
         self._is_known = asyncio.Condition()
         self._seen_s: dict[int, float] = {}
@@ -304,19 +306,19 @@ class Relay:
             self._call_new_gateways()
             self._spawn(self._scan())
         else:
-            family = socket.AF_INET6 if ":" in self._own.address else socket.AF_INET
-            listener = socket.create_server((self._own.address, self._own.relay_port), family=family, backlog=1024)
+            where = (self._own.address, self._own.relay_port)
+            listener = socket.create_server(where, family=_family_of(self._own.address), backlog=1024)
             serve = functools.partial(self._secure, self._credentials.tls_context(is_server=True))
-            limits = AcceptLimits(deadline_s=HANDSHAKE_TIMEOUT_S)
-            self._entrances.append(LimitedListener(listener, asyncio.get_running_loop(), serve, limits))
+            limiter = ConnectionLimiter(AcceptLimits(deadline_s=HANDSHAKE_TIMEOUT_S))
+            self._entrances.append(LimitedListener(listener, asyncio.get_running_loop(), serve, limiter))
             self._entrances[0].start()
 
     async def close(self) -> None:
         """Take no more connections, give those that are led some time to end, and end them."""
         self._is_closing = True
-        for each in self._entrances:
+        for each in (*self._entrances, *self._listeners.values()):
             each.close()
-        await close_servers([*self._servers, *self._listeners.values()])
+        await close_servers(self._servers)
         if self._leading:
             await asyncio.wait(self._leading, timeout=DRAIN_S)
         tasks = [*self._tasks, *self._leading]
@@ -481,8 +483,8 @@ class Relay:
                     raise ConnectionRefusedError("nobody waits for this connection")
                 waiting.set_result(FramedStream(reader, writer))
             case "call":
-                caller = FramedStream(reader, writer)
-                await self._lead_to(caller, str(hello["address"]), int(hello["port"]))
+                with self._noted_leading():
+                    await self._lead_to(FramedStream(reader, writer), str(hello["address"]), int(hello["port"]))
             case _:
                 raise ConnectionRefusedError(f"kind {hello['kind']!r} of {endpoint.node}")
 
@@ -555,32 +557,53 @@ class Relay:
         wanted = {(a, p) for table in self._tables.values() for a, ports in table.items() for p in ports}
         taken: set[int] = set()
         async with self._listeners_lock:
-            await close_servers([self._listeners.pop(each) for each in self._listeners.keys() - wanted])
+            for each in self._listeners.keys() - wanted:
+                self._listeners.pop(each).close()
             for address, port in sorted(wanted - self._listeners.keys()):
-                handler = self._local_handler(address, port)
                 try:
-                    where = (self._listen_at(address), port)
-                    server = await asyncio.start_server(handler, *where, limit=BUFFER_BYTES, backlog=1024)
+                    self._listeners[address, port] = self._listen_for(address, port)
                 except OSError:
                     taken.add(port)
-                else:
-                    self._listeners[address, port] = server
         return frozenset(taken)
 
-    def _local_handler(
-        self, address: str, port: int
-    ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._lead_to(PlainStream(reader, writer), address, port)
+    def _listen_for(self, address: str, port: int) -> LimitedListener:
+        """Listen for a relayed address.
 
-        return handle
+        Raises:
+            OSError: The port is taken here.
+        """
+        own = self._listen_at(address)
+        sock = socket.create_server((own, port), family=_family_of(own), backlog=1024)
+        limiter = ConnectionLimiter(_LOCAL_LIMITS)
 
-    async def _lead_to(self, caller: ByteStream, address: str, port: int) -> None:
-        """Lead a connection to a relayed address, in the task that has accepted it."""
+        async def serve(caller: socket.socket) -> None:
+            finish = functools.partial(limiter.finish, connection_id(caller))
+            try:
+                with self._noted_leading():
+                    stream = PlainStream(*await tls.accept_stream(caller, None, 0.0, BUFFER_BYTES))
+                    await self._lead_to(stream, address, port, finish)
+            finally:
+                finish()
+
+        listener = LimitedListener(sock, asyncio.get_running_loop(), serve, limiter)
+        listener.start()
+        return listener
+
+    @contextlib.contextmanager
+    def _noted_leading(self) -> Iterator[None]:
+        """Count the task of the block among those that lead a connection; `close` waits for them."""
         task = asyncio.current_task()
         assert task is not None
         self._leading.add(task)
-        task.add_done_callback(self._leading.discard)
+        try:
+            yield
+        finally:
+            self._leading.discard(task)
+
+    async def _lead_to(
+        self, caller: ByteStream, address: str, port: int, on_reached: Callable[[], object] = lambda: None
+    ) -> None:
+        """Lead a connection to a relayed address, in the task that has accepted it."""
         try:
             if self._is_closing:
                 raise ConnectionAbortedError("this relay ends")
@@ -592,6 +615,7 @@ class Relay:
         except asyncio.CancelledError:
             caller.abort()
             raise
+        on_reached()
         await lead(caller, reached)
 
     async def _reach(self, address: str, port: int) -> FramedStream:
@@ -615,6 +639,10 @@ class Relay:
             raise
         finally:
             self._carried.pop(number, None)
+
+
+def _family_of(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 async def close_servers(servers: Sequence[asyncio.Server]) -> None:
