@@ -24,7 +24,7 @@ import ssl
 import struct
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,6 +58,7 @@ ORPHAN_TIMEOUT_S = 900.0
 """Time without a host service after which the relay ends."""
 _LOCAL_LIMITS = AcceptLimits(deadline_s=CONNECT_TIMEOUT_S, max_pending=256, max_pending_per_source=256)
 """Limits of a listener for another host: all ranks of this one may call at once, and wait for an answer from there."""
+_BACKLOG = 1024
 BUFFER_BYTES = 2**20
 _PIECE_BYTES = 2**18
 _LENGTH = struct.Struct(">I")
@@ -281,7 +282,7 @@ class Relay:
         self._ids = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._leading: set[asyncio.Task[None]] = set()
-        self._servers, self._entrances = list[asyncio.Server](), list[LimitedListener]()
+        self._entrances = list[LimitedListener]()
         self._refusals, self._is_closing = RefusalLog(str(credentials.identity), print_refusal), False
 
     @property
@@ -302,23 +303,23 @@ class Relay:
         if is_relayed(self._own.address):
             name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             name.bind(relayed_address.socket_name(self._own.address))
-            self._servers.append(await asyncio.start_unix_server(self._answer_announcement, sock=name))
+            name.listen(_BACKLOG)
+            self._entrances.append(LimitedListener(name, asyncio.get_running_loop(), self._answer_announcement))
             self._call_new_gateways()
             self._spawn(self._scan())
         else:
             where = (self._own.address, self._own.relay_port)
-            listener = socket.create_server(where, family=_family_of(self._own.address), backlog=1024)
+            listener = socket.create_server(where, family=_family_of(self._own.address), backlog=_BACKLOG)
             serve = functools.partial(self._secure, self._credentials.tls_context(is_server=True))
             limiter = ConnectionLimiter(AcceptLimits(deadline_s=HANDSHAKE_TIMEOUT_S))
             self._entrances.append(LimitedListener(listener, asyncio.get_running_loop(), serve, limiter))
-            self._entrances[0].start()
+        self._entrances[0].start()
 
     async def close(self) -> None:
         """Take no more connections, give those that are led some time to end, and end them."""
         self._is_closing = True
         for each in (*self._entrances, *self._listeners.values()):
             each.close()
-        await close_servers(self._servers)
         if self._leading:
             await asyncio.wait(self._leading, timeout=DRAIN_S)
         tasks = [*self._tasks, *self._leading]
@@ -393,12 +394,11 @@ class Relay:
         taken = await asyncio.gather(*(link.offer(self._own_table) for link in list(self._links.values())))
         return frozenset().union(*taken)
 
-    async def _answer_announcement(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Publish what listens now, and answer once the others lead to it."""
+    async def _answer_announcement(self, sock: socket.socket) -> None:
+        """Publish what listens now, and answer a process of this user once the others lead to it."""
+        self._entrances[0].limiter.finish(connection_id(sock))
+        _, writer = await tls.accept_stream(sock, None, 0.0, BUFFER_BYTES)
         try:
-            peer = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            if struct.unpack("3i", peer)[1] not in (0, os.geteuid()):
-                return
             await self._wait_first_contact()
             taken = await self._publish()
             writer.write(json.dumps(sorted(taken)).encode())
@@ -483,8 +483,8 @@ class Relay:
                     raise ConnectionRefusedError("nobody waits for this connection")
                 waiting.set_result(FramedStream(reader, writer))
             case "call":
-                with self._noted_leading():
-                    await self._lead_to(FramedStream(reader, writer), str(hello["address"]), int(hello["port"]))
+                caller = FramedStream(reader, writer)
+                await self._lead_to(caller, str(hello["address"]), int(hello["port"]))
             case _:
                 raise ConnectionRefusedError(f"kind {hello['kind']!r} of {endpoint.node}")
 
@@ -573,15 +573,14 @@ class Relay:
             OSError: The port is taken here.
         """
         own = self._listen_at(address)
-        sock = socket.create_server((own, port), family=_family_of(own), backlog=1024)
+        sock = socket.create_server((own, port), family=_family_of(own), backlog=_BACKLOG)
         limiter = ConnectionLimiter(_LOCAL_LIMITS)
 
         async def serve(caller: socket.socket) -> None:
             finish = functools.partial(limiter.finish, connection_id(caller))
             try:
-                with self._noted_leading():
-                    stream = PlainStream(*await tls.accept_stream(caller, None, 0.0, BUFFER_BYTES))
-                    await self._lead_to(stream, address, port, finish)
+                stream = PlainStream(*await tls.accept_stream(caller, None, 0.0, BUFFER_BYTES))
+                await self._lead_to(stream, address, port, finish)
             finally:
                 finish()
 
@@ -589,21 +588,14 @@ class Relay:
         listener.start()
         return listener
 
-    @contextlib.contextmanager
-    def _noted_leading(self) -> Iterator[None]:
-        """Count the task of the block among those that lead a connection; `close` waits for them."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._leading.add(task)
-        try:
-            yield
-        finally:
-            self._leading.discard(task)
-
     async def _lead_to(
         self, caller: ByteStream, address: str, port: int, on_reached: Callable[[], object] = lambda: None
     ) -> None:
         """Lead a connection to a relayed address, in the task that has accepted it."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._leading.add(task)
+        task.add_done_callback(self._leading.discard)
         try:
             if self._is_closing:
                 raise ConnectionAbortedError("this relay ends")
@@ -643,16 +635,6 @@ class Relay:
 
 def _family_of(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-async def close_servers(servers: Sequence[asyncio.Server]) -> None:
-    """Close servers once the connections that they have accepted are set up; asyncio would forget those unclosed."""
-    for sock in [sock for server in servers for sock in server.sockets]:
-        asyncio.get_running_loop().remove_reader(sock.fileno())
-    for _ in range(2):
-        await asyncio.sleep(0)
-    for server in servers:
-        server.close()
 
 
 def peer_name(writer: asyncio.StreamWriter) -> tuple[str, str]:
