@@ -8,11 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from ringweave import rpc
-from ringweave.accept_limits import AcceptLimits, ConnectionLimiter
+from ringweave.accept_limits import AcceptLimits, ConnectionLimiter, connection_id
+from ringweave.errors import RpcError
 from ringweave.rpc import CertificateAuthority, RpcServer, TlsAuthentication
 from tests import effort
 
@@ -79,8 +81,45 @@ def test_who_has_said_what_it_is_counts_no_more(listening: Listening) -> None:
         listening.call()
         accepted = listening.accept()
         assert accepted is not None
-        listening.limiter.finish(accepted.fileno())
+        listening.limiter.finish(connection_id(accepted))
     assert (listening.limiter.num_pending, listening.refused) == (0, [])
+
+
+def accept_two_with_one_descriptor(listening: Listening) -> tuple[int, socket.socket, socket.socket]:
+    """Return the id of a connection that has ended, the next one with its descriptor, and the caller of that."""
+    listening.call()
+    ended = listening.accept()
+    assert ended is not None
+    first, descriptor = connection_id(ended), ended.fileno()
+    ended.close()  # as a TLS handshake closes it that fails
+    caller = listening.call()  # takes the lowest free descriptor, which was that one, and gives it back
+    moved = socket.socket(fileno=os.dup(caller.fileno()))
+    caller.close()
+    listening.stack.callback(moved.close)
+    following = listening.accept()
+    assert following is not None
+    assert following.fileno() == descriptor
+    return first, following, moved
+
+
+def test_the_late_end_of_a_connection_is_not_that_of_the_next_with_its_descriptor(listening: Listening) -> None:
+    ended, following, _ = accept_two_with_one_descriptor(listening)
+    listening.limiter.finish(ended)
+    assert listening.limiter.num_pending == 1
+    listening.limiter.finish(connection_id(following))
+    assert listening.limiter.num_pending == 0
+
+
+def test_a_connection_that_ended_without_a_word_is_not_cut_for_the_next_with_its_descriptor(
+    listening: Listening,
+) -> None:
+    _, following, caller = accept_two_with_one_descriptor(listening)
+    listening.limiter.finish(connection_id(following))
+    listening.now_s = 10.0
+    listening.limiter.cut_overdue()
+    following.sendall(b"x")
+    assert caller.recv(1) == b"x"
+    assert listening.limiter.num_pending == 0
 
 
 def test_a_silent_connection_ends_at_its_deadline(listening: Listening) -> None:
@@ -99,7 +138,7 @@ def test_a_flood_is_closed_at_once_and_the_next_second_has_room(listening: Liste
         listening.call()
         accepted = listening.accept()
         assert accepted is not None
-        listening.limiter.finish(accepted.fileno())
+        listening.limiter.finish(connection_id(accepted))
     flooding = listening.call()
     assert listening.accept() is None
     assert flooding.recv(1) == b""
@@ -185,3 +224,46 @@ def test_a_server_serves_its_job_beside_idle_and_slow_strangers() -> None:
         for each in strangers:
             each.close()
     assert len(os.listdir("/proc/self/fd")) <= before + 3  # noqa: PTH208
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Empty this list, and the system gives servers no more threads."""
+    available, start = [True], threading.Thread.start
+
+    def start_if_available(thread: threading.Thread) -> None:
+        if not available and thread.name.startswith(("rpc", "http")):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_if_available)
+    return available
+
+
+def test_a_server_goes_on_where_the_system_had_no_thread(threads: list[bool]) -> None:
+    authority, events = CertificateAuthority("job"), list[dict[str, Any]]()
+    handler = rpc.RpcHandler(message=Query, handle=lambda call: rpc.Ack())
+    trusted = TlsAuthentication(authority.issue("server", "0"))
+    with RpcServer(trusted, [handler], write_event=lambda kind, **fields: events.append(fields)) as server:
+        server.start("127.0.0.1")
+
+        def connect() -> rpc.RpcClient:
+            own = TlsAuthentication(authority.issue("worker", "0"))
+            return rpc.RpcClient.connect("127.0.0.1", server.port, own, role="server")
+
+        with connect() as client:
+            client.call(Query(), timeout_s=20)
+            threads.clear()
+            with pytest.raises(RpcError, match=r"thread: 'none from the system', expected one more\. Raise ulimit -u"):
+                client.call(Query(), timeout_s=20)
+            for _ in range(3):
+                with socket.create_connection(("127.0.0.1", server.port), timeout=20) as refused:
+                    assert refused.recv(1) == b""
+            threads.append(True)
+            client.call(Query(), timeout_s=20)
+            with connect() as another:
+                another.call(Query(), timeout_s=20)
+        assert [each["reason"] for each in events] == ["full"], "one line stands for all"
+        assert "thread: 'none from the system'" in events[0]["text"]
+        assert server._limiter.num_pending == 0
+        assert server.held_bytes == 0

@@ -51,6 +51,7 @@ MODULES = {
     "accept_limits.py",
     "environment.py",
     "errors.py",
+    "http_servers.py",
     "ports.py",
     "relayed_address.py",
     "units.py",

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import socket
+import stat
 import struct
 import threading
 import time
@@ -46,12 +47,12 @@ class AcceptLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A pending connection, by its descriptor."""
+    """A pending connection, by its id."""
 
     deadline_s: float
     source: str
-    inode: int
-    """Tells whether the descriptor is still the same connection's."""
+    descriptor: int
+    """Another connection's, or a file's, once the owner has closed it."""
 
 
 @dataclass(slots=True)
@@ -59,10 +60,28 @@ class _Source:
     """Connections of one address."""
 
     pending: dict[int, None] = field(default_factory=dict)
-    """Descriptors of its pending connections, oldest first."""
+    """Ids of its pending connections, oldest first."""
     free: float = 0.0
     """Connections that it may open now."""
     then_s: float = 0.0
+
+
+def connection_id(sock: socket.socket) -> int:
+    """Return the number of an open socket that no later one gets, as it may get the descriptor: its inode.
+
+    Take it before the connection can end, such as before a TLS handshake.
+    """
+    return os.fstat(sock.fileno()).st_ino
+
+
+def is_connection(descriptor: int, connection: int) -> bool:
+    """Return whether a descriptor is, still, that of the connection with this id.
+
+    Raises:
+        OSError: It is closed.
+    """
+    status = os.fstat(descriptor)
+    return stat.S_ISSOCK(status.st_mode) and status.st_ino == connection
 
 
 class ConnectionLimiter:
@@ -117,47 +136,48 @@ class ConnectionLimiter:
         with self._lock:
             if self._reserve is None:
                 self._hold_reserve()
-            refused = self._admit(sock.fileno(), source)
+            refused = self._admit(sock, source)
         if refused is None:
             return sock, address
         self.num_refused += 1
         self._on_refusal(refused, self._limits_text())
-        if self._pending.get(sock.fileno()) is not None:
+        if connection_id(sock) in self._pending:
             return sock, address
         sock.close()
         return None
 
-    def finish(self, descriptor: int) -> None:
-        """Note that a connection is no longer pending: it has said what it is, or its owner closes it."""
+    def is_pending(self, connection: int) -> bool:
+        """Return whether the connection of that id is pending."""
+        return connection in self._pending
+
+    def finish(self, connection: int) -> None:
+        """Note that the connection of that id is no longer pending: it has said what it is, or has ended."""
         with self._lock:
-            self._forget(descriptor)
+            self._forget(connection)
 
     def cut_overdue(self) -> list[int]:
-        """Shut down connections that are pending for too long; return their descriptors, which their owners close."""
+        """Shut down connections that are pending for too long; return their ids, for their owners to close them."""
         now_s, cut = self._clock(), list[int]()
         with self._lock:
-            for descriptor, pending in list(self._pending.items()):
+            for connection, pending in list(self._pending.items()):
                 if pending.deadline_s > now_s:
                     break
-                self.num_refused += 1
-                self._cut(descriptor)
-                cut.append(descriptor)
+                self.num_refused += self._cut(connection)
+                cut.append(connection)
         return cut
 
     def cut_all(self) -> None:
         """Shut down all pending connections, as the listener ends."""
         with self._lock:
-            for descriptor in list(self._pending):
-                self._cut(descriptor)
+            for connection in list(self._pending):
+                self._cut(connection)
 
     def close(self) -> None:
         """Give the reserved descriptor back."""
         with self._lock:
-            if self._reserve is not None:
-                os.close(self._reserve)
-            self._reserve = None
+            self._release_reserve()
 
-    def _admit(self, descriptor: int, name: str) -> str | None:
+    def _admit(self, sock: socket.socket, name: str) -> str | None:
         """Take a connection into the pending ones, unless it has to go; return the source that loses one, if any."""
         now_s, limits = self._clock(), self.limits
         source = self._sources.pop(name, None) or _Source(free=limits.burst, then_s=now_s)
@@ -168,6 +188,8 @@ class ConnectionLimiter:
         if source.free < 1.0:
             return name
         source.free -= 1.0
+        if len(source.pending) >= limits.max_pending_per_source or len(self._pending) >= limits.max_pending:
+            self._forget_ended()
         loser = None
         if len(source.pending) >= limits.max_pending_per_source:
             loser = name
@@ -175,23 +197,40 @@ class ConnectionLimiter:
             loser = max(self._sources, key=lambda each: len(self._sources[each].pending))
         if loser is not None:
             self._cut(next(iter(self._sources[loser].pending)))
-        self._forget(descriptor)  # of a connection that its owner has closed without a word
-        source.pending[descriptor] = None
-        self._pending[descriptor] = _Pending(now_s + limits.deadline_s, name, os.fstat(descriptor).st_ino)
+        connection = connection_id(sock)
+        source.pending[connection] = None
+        self._pending[connection] = _Pending(now_s + limits.deadline_s, name, sock.fileno())
         return loser
 
-    def _cut(self, descriptor: int) -> None:
-        """Shut a pending connection down, unless its owner has closed it meanwhile."""
-        inode = self._pending[descriptor].inode
-        self._forget(descriptor)
-        with contextlib.suppress(OSError):
-            if os.fstat(descriptor).st_ino != inode:
-                return
-            sock = socket.socket(fileno=descriptor)
+    def _forget_ended(self) -> None:
+        """Forget connections that their owners have closed without a word."""
+        for connection, pending in list(self._pending.items()):
             try:
-                sock.shutdown(socket.SHUT_RDWR)
+                has_ended = not is_connection(pending.descriptor, connection)
+            except OSError:
+                has_ended = True
+            if has_ended:
+                self._forget(connection)
+
+    def _cut(self, connection: int) -> bool:
+        """Shut a pending connection down; return False if its owner has closed it meanwhile.
+
+        It is looked at by a copy of its descriptor, which stays the same connection's whatever other threads close.
+        """
+        descriptor = self._pending[connection].descriptor
+        self._forget(connection)
+        self._release_reserve()  # for the copy
+        is_open = False
+        with contextlib.suppress(OSError):
+            copy = os.dup(descriptor)
+            try:
+                is_open = is_connection(copy, connection)
+                if is_open:
+                    _shut_down(copy)
             finally:
-                sock.detach()
+                os.close(copy)
+        self._hold_reserve()
+        return is_open
 
     def _drop_silent_source(self) -> None:
         if len(self._sources) > _MAX_SOURCES:
@@ -199,10 +238,10 @@ class ConnectionLimiter:
             if silent is not None:
                 del self._sources[silent]
 
-    def _forget(self, descriptor: int) -> None:
-        known = self._pending.pop(descriptor, None)
+    def _forget(self, connection: int) -> None:
+        known = self._pending.pop(connection, None)
         if known is not None and known.source in self._sources:
-            self._sources[known.source].pending.pop(descriptor, None)
+            self._sources[known.source].pending.pop(connection, None)
 
     def _limits_text(self) -> str:
         limits = self.limits
@@ -218,17 +257,29 @@ class ConnectionLimiter:
         with contextlib.suppress(OSError):
             self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
+    def _release_reserve(self) -> None:
+        if self._reserve is not None:
+            os.close(self._reserve)
+        self._reserve = None
+
     def _refuse_by_reserve(self, listener: socket.socket) -> None:
         """Refuse a connection although no descriptor is free: it would wait for ever, and this end would spin."""
         with self._lock:
             if self._reserve is not None:
-                os.close(self._reserve)
-                self._reserve = None
+                self._release_reserve()
                 with contextlib.suppress(OSError):
                     listener.accept()[0].close()
                 self._hold_reserve()
         self.num_refused += 1
         time.sleep(_PAUSE_S)
+
+
+def _shut_down(descriptor: int) -> None:
+    sock = socket.socket(fileno=descriptor)
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    finally:
+        sock.detach()
 
 
 def _is_own_user(sock: socket.socket) -> bool:
@@ -250,11 +301,11 @@ class LimitedListener:
         listener: socket.socket,
         loop: "asyncio.AbstractEventLoop",
         serve: Callable[[socket.socket], Coroutine[Any, Any, None]],
-        limits: AcceptLimits | None = None,
+        limiter: ConnectionLimiter | None = None,
     ) -> None:
         """`serve` gets each connection, calls `limiter.finish` once the other end is known, and closes it."""
         self.port: int = listener.getsockname()[1]
-        self.limiter = ConnectionLimiter(limits)
+        self.limiter = limiter or ConnectionLimiter()
         self._listener, self._loop, self._serve = listener, loop, serve
         self._tasks: set[asyncio.Task[None]] = set()
         listener.setblocking(False)

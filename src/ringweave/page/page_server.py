@@ -13,7 +13,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from ringweave import http_servers
+from ringweave.accept_limits import ConnectionLimiter
 from ringweave.errors import LaunchError
+from ringweave.http_servers import HTTP_LIMITS, HttpSite
 from ringweave.page import html_report, run_model
 from ringweave.page.run_source import RunSource
 
@@ -37,6 +40,7 @@ class PageServer:
 
     def __init__(self, source: RunSource, token: str) -> None:
         self._source, self._token = source, token
+        self.limiter = ConnectionLimiter(HTTP_LIMITS)
         self._sections: Mapping[str, str] = {}
         self._version = self._num_streams = 0
         self._changed, self.ended = asyncio.Condition(), asyncio.Event()
@@ -45,7 +49,7 @@ class PageServer:
 
     def application(self) -> web.Application:
         """Return the application, with the token at its door."""
-        app = web.Application(middlewares=[_token_check(self._token)])
+        app = web.Application(middlewares=[_token_check(self._token, self.limiter)])
         app.router.add_get("/", _page)
         app.router.add_get("/static/{name}", _static)
         app.router.add_get("/live", self._live)
@@ -103,7 +107,7 @@ class PageServer:
             return self._version
 
 
-def _token_check(token: str) -> Middleware:
+def _token_check(token: str, limiter: ConnectionLimiter) -> Middleware:
     """Return the middleware that lets those in who have the token: in the address once, then in a cookie."""
 
     @web.middleware
@@ -117,6 +121,7 @@ def _token_check(token: str) -> Middleware:
         if not hmac.compare_digest(request.cookies.get(cookie, "").encode(), token.encode()):
             text = "This page needs the address that ringweave ui has printed, with its token.\n"
             return web.Response(status=403, text=text, headers=_HEADERS)
+        http_servers.admit(request, limiter)
         return await handler(request)
 
     return check
@@ -161,28 +166,28 @@ async def _serve(server: PageServer, token: str, address: tuple[str, int], on_re
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.ended.set)
-    runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
+    site = await _listen(server, *address)
     try:
-        await _listen(runner, *address)
-        host, port = runner.addresses[0][:2]
+        host, port = site.addresses[0][:2]
         on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/?token={token}")
         await server.ended.wait()
     finally:
         error = server.error
-        await runner.cleanup()
+        await site.cleanup()
     if error is not None:
         raise error
 
 
-async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
+async def _listen(server: PageServer, host: str, port: int) -> HttpSite:
     """Listen.
 
     Raises:
         LaunchError: The address cannot be used.
     """
     try:
-        await web.TCPSite(runner, host, port).start()
+        return await http_servers.serve_application(
+            server.application(), server.limiter, (host, port), shutdown_timeout_s=1.0
+        )
     except OSError as error:
         got, do = f"{host}:{port} ({error.strerror or error})", "Choose another --host or --port"
         raise LaunchError("page", got=got, expected="a free address of this machine", do=do) from error

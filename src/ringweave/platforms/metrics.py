@@ -4,13 +4,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ringweave.errors import LaunchError
 from ringweave.jobs.states import JobState
 from ringweave.platforms.api import JobView, Platform
+from ringweave.telemetry.exporters import MetricsServer
 
 _JOB_LABELS = ("platform", "job", "requester")
 
@@ -66,7 +67,7 @@ def serve_metrics(platform: Platform, port: int) -> int:
     for how in (signal.SIGINT, signal.SIGTERM):
         signal.signal(how, lambda *_: ended.set())
     try:
-        server, thread = start_http_server(port, addr="127.0.0.1", registry=_collector_registry(platform.jobs))
+        server = MetricsServer(_collector_registry(platform.jobs), port)
     except OSError as error:
         raise LaunchError(
             f"metrics: port {port} is not available ({error}). Choose another one. [--serve-metrics]"
@@ -74,9 +75,7 @@ def serve_metrics(platform: Platform, port: int) -> int:
     try:
         ended.wait()
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        server.close()
     return 0
 
 

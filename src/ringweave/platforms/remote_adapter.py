@@ -11,7 +11,7 @@ import json
 import os
 import re
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -21,6 +21,7 @@ import click
 from ringweave import __version__
 from ringweave.errors import JobError, RingweaveError, UnknownJobError, UsageError, explain
 from ringweave.files import file_io
+from ringweave.http_servers import ThreadedHttpServer
 from ringweave.jobs import admission
 from ringweave.jobs import request as jobs_request
 from ringweave.platforms import api, registry
@@ -30,10 +31,8 @@ MAX_REQUEST_BYTES = 4 * 2**20
 """Upper limit of a request."""
 
 
-class RemoteAdapter(ThreadingHTTPServer):
+class RemoteAdapter(ThreadedHttpServer):
     """HTTP server that answers for a platform until it is shut down."""
-
-    daemon_threads = True
 
     def __init__(self, service: Platform, token: str, port: int = 0) -> None:
         """`port` 0 chooses a free port; `server_port` names it."""
@@ -64,6 +63,7 @@ class _AdapterHandler(BaseHTTPRequestHandler):
             do = "Set RINGWEAVE_SERVICE_TOKEN_FILE to a file with the adapter's token"
             self._send_json(401, {"error": explain("token", got="another one", expected="the adapter's", do=do)})
             return
+        self._adapter.admit(self.connection)
         try:
             self._route(method)
         except UnknownJobError as error:

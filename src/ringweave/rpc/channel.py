@@ -205,9 +205,10 @@ class RpcChannel:
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket; only once no thread uses it any more."""
+        """Close the socket; only once no thread waits for it any more."""
         self.abort()
-        self._sock.close()
+        with self._tls_lock:  # a record that is being written would go to the next connection with this descriptor
+            self._sock.close()
 
     def _send_all(self, left: memoryview, send_deadline: "_SendDeadline") -> None:
         while left:

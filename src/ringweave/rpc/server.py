@@ -5,6 +5,7 @@ affected.
 """
 
 import contextlib
+import errno
 import math
 import socket
 import threading
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ringweave import ports, relayed_address
-from ringweave.accept_limits import AcceptLimits, ConnectionLimiter
+from ringweave.accept_limits import AcceptLimits, ConnectionLimiter, connection_id
 from ringweave.errors import (
     ConnectionLostError,
     DeadlineError,
@@ -279,8 +280,10 @@ class PeerSession:
         run_args = (handler, head.prefix.call, call, head.prefix.content_bytes)
         if handler.is_quick:
             self._run_handler(*run_args)
-        else:
-            threading.Thread(target=self._run_handler, args=run_args, name=f"rpc {head.name}", daemon=True).start()
+        elif not _start_thread(self._run_handler, *run_args, name=f"rpc {head.name}"):
+            self._send_failure(head.prefix.call, RpcError(_NO_THREAD))
+            self._end_call()
+            return False
         return True
 
     def _parse_call(self, head: FrameHead) -> tuple[RpcHandler, IncomingCall]:
@@ -310,9 +313,12 @@ class PeerSession:
             )
         finally:
             self._budget.release(num_bytes)
-            with self._idle:
-                self._num_open_calls -= 1
-                self._idle.notify_all()
+            self._end_call()
+
+    def _end_call(self) -> None:
+        with self._idle:
+            self._num_open_calls -= 1
+            self._idle.notify_all()
 
     def _send_reply(self, handler: RpcHandler, number: int, call: RpcCall) -> None:
         returned = handler.handle(call)
@@ -365,10 +371,20 @@ def _checked_buffers(buffers: Sequence[memoryview], sizes: tuple[int, ...]) -> S
     return buffers
 
 
+def _start_thread(target: Callable[..., object], *args: object, name: str) -> threading.Thread | None:
+    """Run a function in a thread; return None, and run nothing, if the system gives no more threads."""
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return thread
+
+
+_NO_THREAD = explain("thread", got="none from the system", expected="one more", do="Raise ulimit -u, or pids.max")
 _LISTEN_BACKLOG = 1024
 _DEADLINE_CHECK_S = 0.5
-"""Interval at which the accepting thread looks for connections that take too long to authenticate, or whose
-certificates count no more."""
+"""Interval at which the accepting thread looks for certificates that count no more."""
 _HANDSHAKE_STEPS = 3
 """Steps that a peer may take `handshake_s` for: TLS, its hello, and the reading of the welcome."""
 
@@ -437,7 +453,9 @@ class RpcServer:
         self._past_traffic: dict[Identity, ConnectionTraffic] = {}
         """Traffic of connections that have ended, of all processes of a slot together."""
         self._threads: set[threading.Thread] = set()
-        self._limiter = ConnectionLimiter(_accept_limits(self.limits), on_refusal=self._record_flood)
+        self._limiter = ConnectionLimiter(
+            _accept_limits(self.limits), on_refusal=lambda address, text: self.refusals.add("full", address, 0, text)
+        )
         self._listener: socket.socket | None = None
         self._closing = threading.Event()
         self.port = 0
@@ -466,7 +484,8 @@ class RpcServer:
         else:
             self._listener = ports.create_server(host, within, backlog=_LISTEN_BACKLOG)
         self.port = self._listener.getsockname()[1]
-        self._spawn(self._accept, self._listener)
+        if not self._spawn(self._accept, self._listener):
+            raise OSError(errno.EAGAIN, _NO_THREAD)
         return self
 
     def peers(self) -> list[PeerStatus]:
@@ -512,15 +531,14 @@ class RpcServer:
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
-        with self._lock:
-            sessions, threads = list(self._sessions), list(self._threads)
         self._limiter.cut_all()
+        with self._lock:
+            sessions = list(self._sessions)
         for session in sessions:
-            closing = threading.Thread(
-                target=session.close_gracefully, args=(deadline - time.monotonic(),), daemon=True
-            )
-            closing.start()
-            threads.append(closing)
+            if not self._spawn(session.close_gracefully, deadline - time.monotonic()):
+                session.channel.abort()
+        with self._lock:
+            threads = list(self._threads)
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if self._listener is not None:
@@ -548,15 +566,15 @@ class RpcServer:
             if accepted is None:
                 continue
             raw, address = accepted
-            if len(self._sessions) < self.limits.max_connections:
-                self._spawn(self._serve_connection, raw, address)
-            else:
-                self._limiter.finish(raw.fileno())
-                raw.close()
-                self.refusals.add("full", address[0], address[1], self._full_text("max_connections"))
+            if len(self._sessions) >= self.limits.max_connections:
+                self._refuse(raw, address, self._full_text("max_connections"))
+            elif not self._spawn(self._serve_connection, raw, address):
+                self._refuse(raw, address, _NO_THREAD)
 
-    def _record_flood(self, address: str, text: str) -> None:
-        self.refusals.add("full", address, 0, text)
+    def _refuse(self, raw: socket.socket, address: tuple[str, int], text: str) -> None:
+        self._limiter.finish(connection_id(raw))
+        raw.close()
+        self.refusals.add("full", address[0], address[1], text)
 
     def _full_text(self, limit: str) -> str:
         got = f"{getattr(self.limits, limit)} already"
@@ -565,7 +583,7 @@ class RpcServer:
         )
 
     def _serve_connection(self, raw: socket.socket, address: tuple[str, int]) -> None:
-        descriptor = raw.fileno()  # TLS takes it over
+        connection = connection_id(raw)  # TLS takes the descriptor over
         try:
             session = self._admit(raw, address)
         except (RpcError, OSError) as error:
@@ -573,7 +591,7 @@ class RpcServer:
             self._record_refusal(error, address)
             return
         finally:
-            self._limiter.finish(descriptor)
+            self._limiter.finish(connection)
         try:
             session.run(lambda: self._report_end(session))
         except ConnectionLostError:
@@ -640,7 +658,8 @@ class RpcServer:
                 error = TurnedAwayError("revoked", handshake.revoked_text(session.peer))
                 host, _, port = where.rpartition(":")
                 self._record_refusal(error, (host, int(port)))
-                self._spawn(session.cut_off, error)
+                if not self._spawn(session.cut_off, error):
+                    session.channel.abort()
 
     def _record_refusal(self, error: RpcError | OSError, address: tuple[str, int]) -> None:
         if self._closing.is_set():
@@ -652,7 +671,9 @@ class RpcServer:
         )
         self.refusals.add(reason, address[0], address[1], str(error))
 
-    def _spawn(self, target: Callable[..., None], *args: object) -> None:
+    def _spawn(self, target: Callable[..., None], *args: object) -> bool:
+        """Run a function in a thread that `close` waits for; False if the system gives no more threads."""
+
         def run() -> None:
             try:
                 target(*args)
@@ -660,10 +681,10 @@ class RpcServer:
                 with self._lock:
                     self._threads.discard(threading.current_thread())
 
-        thread = threading.Thread(target=run, name="rpc peer", daemon=True)
         with self._lock:
-            self._threads.add(thread)
-        thread.start()
+            thread = _start_thread(run, name="rpc peer")
+            self._threads |= {thread} if thread else set()
+        return thread is not None
 
 
 _REFUSAL_REASONS = {"MessageError": "message", "DeadlineError": "deadline", "ConnectionLostError": "connection"}

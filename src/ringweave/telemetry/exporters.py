@@ -6,15 +6,17 @@ an exporter is made, and each is an extra of the package.
 
 import abc
 import importlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ringweave.errors import LaunchError, UsageError, explain
+from ringweave.errors import LaunchError, RingweaveError, UsageError, explain
+from ringweave.http_servers import ThreadedHttpServer
 from ringweave.telemetry.run_metrics import COUNTER, METRICS, RunMetrics
 
 Event = Mapping[str, Any]
@@ -32,10 +34,41 @@ class Exporter(abc.ABC):
         """Write what is left."""
 
 
+class _MetricsHandler(MetricsHandler):
+    """Answers with the metrics, or says why there are none."""
+
+    def do_GET(self) -> None:  # noqa: N802 - http.server's name
+        try:
+            super().do_GET()
+        except RingweaveError as error:
+            self.send_error(503, explain=str(error))
+
+
+class MetricsServer:
+    """Serves the metrics of a registry, in a thread."""
+
+    def __init__(self, registry: CollectorRegistry, port: int) -> None:
+        """Listen at 127.0.0.1; port 0 takes a free one.
+
+        Raises:
+            OSError: The port is taken.
+        """
+        self._server = ThreadedHttpServer(("127.0.0.1", port), _MetricsHandler.factory(registry))
+        self.port: int = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
 class PrometheusExporter(Exporter):
     """Serves the metrics of a run at /metrics."""
 
-    def __init__(self, metrics: RunMetrics, port: int, address: str = "127.0.0.1") -> None:
+    def __init__(self, metrics: RunMetrics, port: int) -> None:
         """Listen.
 
         Raises:
@@ -44,22 +77,20 @@ class PrometheusExporter(Exporter):
         registry = CollectorRegistry()
         registry.register(RunCollector(metrics))
         try:
-            self._server, self._thread = start_http_server(port, addr=address, registry=registry)
+            self._server = MetricsServer(registry, port)
         except OSError as error:
             do = "Choose another one"
             text = explain(
                 "port of the metrics", got=port, expected=f"a free one ({error})", do=do, where="--prometheus"
             )
             raise LaunchError(text) from error
-        self.port: int = self._server.server_port
+        self.port = self._server.port
 
     def export(self, events: Sequence[Event]) -> None:
         """Do nothing: a scrape reads the sums."""
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
 
 class RunCollector(Collector):

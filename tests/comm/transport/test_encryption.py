@@ -1,5 +1,6 @@
 """Connections between nodes under TLS: ranks that prove to be themselves, strangers, and what is on the wire."""
 
+import os
 import socket
 import ssl
 import threading
@@ -7,11 +8,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ringweave.accept_limits import connection_id
 from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
 from ringweave.comm.transport import tunnel
 from ringweave.comm.transport.connect import ConnectionManager, open_listeners
@@ -200,6 +203,20 @@ def test_a_tunnel_leads_plain_connections_and_nothing_of_them_is_on_the_wire(ech
     for each in (door, gate):
         each.close_soon()
     wire.listener.close()
+
+
+def test_a_forked_child_releases_connections_and_not_what_has_the_descriptor_of_one_that_has_ended() -> None:
+    made, (sock, other) = tunnel.Tunnel(encryption("0")), socket.socketpair()
+    made._connections[connection_id(sock)] = descriptor = sock.fileno()
+    with Path(__file__).open("rb") as source:
+        os.dup2(source.fileno(), sock.detach())  # as closing the one and opening the other does
+    with os.fdopen(descriptor, "rb") as file:
+        made._connections[connection_id(other)] = other.fileno()
+        made._close_inherited()
+        assert file.read() == Path(__file__).read_bytes()
+    with pytest.raises(OSError, match="Socket operation on non-socket"):
+        other.recv(1)
+    other.close()
 
 
 def end_of(sock: socket.socket) -> bytes:

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from ringweave import ports, relayed_address
+from ringweave.accept_limits import AcceptLimits
 from ringweave.errors import LaunchError
 from ringweave.platforms.hosts import relay
 from ringweave.platforms.hosts.messages import HOST_ROLE
-from ringweave.platforms.hosts.relay import Relay
+from ringweave.platforms.hosts.relay import FramedStream, Relay
 from ringweave.platforms.hosts.run_entry import HostEndpoint
 from ringweave.relayed_address import find_listeners
 from ringweave.rpc import CertificateAuthority, Credentials, RpcServer, TlsAuthentication
@@ -362,3 +363,29 @@ def test_connections_that_others_have_opened_are_kept_alive() -> None:
         for sock in (caller, callee):
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == relayed_address.KEEPALIVE_S
+
+
+def test_callers_that_get_no_answer_are_few_and_the_others_are_led_on(
+    make_hosts: Callable[[str], Hosts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts, reached = make_hosts("ax"), Relay._reach
+    limits = AcceptLimits(max_pending=3, max_pending_per_source=3, deadline_s=TIMEOUT_S)
+    monkeypatch.setattr(relay, "_LOCAL_LIMITS", limits)
+
+    async def never(*_: object) -> FramedStream:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    with hosts.listen("x") as listener:
+        port = listener.getsockname()[1]
+        relayed_address.announce_listeners(hosts.address("x"))
+        monkeypatch.setattr(Relay, "_reach", never)
+        silent = [hosts.connect("a", "x", port) for _ in range(4)]
+        assert silent[0].recv(1) == b"", "the oldest has made room"
+        assert hosts.relays["a"]._listeners[hosts.address("x"), port].limiter.num_pending == limits.max_pending
+        monkeypatch.setattr(Relay, "_reach", reached)
+        with hosts.connect("a", "x", port) as caller, accept(listener) as led:
+            caller.sendall(b"x")
+            assert led.recv(1) == b"x"
+        for each in silent:
+            each.close()

@@ -63,3 +63,17 @@ def test_a_frame_that_waits_for_room_has_the_time_of_its_call(long_wait: Sending
 def test_no_frame_waits_longer_than_its_call(long_wait: Sending, timeout_s: float) -> None:
     with pytest.raises(DeadlineError, match="used up in the middle of a frame; the connection is cut"):
         long_wait.send(timeout_s)
+
+
+def test_a_channel_is_not_closed_in_the_middle_of_a_record_that_another_thread_writes() -> None:
+    """The rest of the record would go to the next connection with the descriptor."""
+    here, there = socket.socketpair()
+    channel = RpcChannel(here, RpcLimits(), "there")
+    closing = threading.Thread(target=channel.close)
+    with channel._tls_lock:
+        closing.start()
+        assert there.recv(1) == b"", "it is shut down at once"
+        assert here.fileno() >= 0
+    closing.join()
+    assert here.fileno() == -1
+    there.close()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ringweave import ports, relayed_address
-from ringweave.accept_limits import ConnectionLimiter
+from ringweave.accept_limits import ConnectionLimiter, connection_id
 from ringweave.comm.group_info import MAX_STREAMS, TOKEN_BYTES, GroupInfo, RankEndpoint
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.ports import PortRange
@@ -31,6 +31,7 @@ class _PendingConnection:
     """A connection whose other end is not known yet."""
 
     sock: socket.socket
+    id: int
     hello: bytes = b""
     """Hello of the other end as far as it has come; of a connection that this end has opened, what stands for it."""
     is_secured: bool = True
@@ -74,7 +75,7 @@ class IncomingConnections:
         """
         assert self._encryption is not None, "plain connections are ready at once"
         wrapped = self._encryption.wrap_socket(sock, is_server=False)
-        connection = _PendingConnection(wrapped, hello, is_secured=False, call=call)
+        connection = _PendingConnection(wrapped, connection_id(wrapped), hello, is_secured=False, call=call)
         self._pending[wrapped.fileno()] = connection
         self._secure(connection)
 
@@ -92,9 +93,9 @@ class IncomingConnections:
             connection = self._pending.get(descriptor) or self._accept(descriptor)
             if connection is not None and self._advance(connection):
                 return connection.hello, connection.sock
-        for descriptor in self._limiter.cut_overdue():
-            if (connection := self._pending.get(descriptor)) is not None:
-                self._remove(connection).close()
+        cut = self._limiter.cut_overdue()
+        for connection in [each for each in self._pending.values() if each.id in cut]:
+            self._remove(connection).close()
         return None
 
     @property
@@ -134,7 +135,7 @@ class IncomingConnections:
         is_secured = self._encryption is None or sock.family == socket.AF_UNIX
         if self._encryption is not None and not is_secured:
             sock = self._encryption.wrap_socket(sock, is_server=True)
-        connection = self._pending[sock.fileno()] = _PendingConnection(sock, is_secured=is_secured)
+        connection = self._pending[sock.fileno()] = _PendingConnection(sock, connection_id(sock), is_secured=is_secured)
         return connection
 
     def _advance(self, connection: _PendingConnection) -> bool:
@@ -194,7 +195,7 @@ class IncomingConnections:
         return True
 
     def _remove(self, connection: _PendingConnection) -> socket.socket:
-        self._limiter.finish(connection.sock.fileno())
+        self._limiter.finish(connection.id)
         self._pending.pop(connection.sock.fileno(), None)  # another thread may have closed them
         return connection.sock
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ringweave import ports
-from ringweave.accept_limits import LimitedListener
+from ringweave.accept_limits import LimitedListener, connection_id, is_connection
 from ringweave.comm.transport.encryption import LinkEncryption, encryption_for
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import RingweaveError, explain
@@ -61,7 +61,8 @@ class Tunnel:
         self._encryption = encryption
         self._loop = asyncio.new_event_loop()
         self._forwarders: list[Forwarder] = []
-        self._descriptors: set[int] = set()
+        self._connections: dict[int, int] = {}
+        """Ids of connections -> their descriptors."""
         self._store_gates: dict[tuple[str, int], Forwarder] = {}
         self._store_doors: dict[tuple[str, int], int] = {}
         threading.Thread(target=self._loop.run_forever, name="ringweave tunnel", daemon=True).start()
@@ -83,14 +84,14 @@ class Tunnel:
             revokes: Whether the certificate of the process of that name counts no more.
         """
 
-        async def serve(forwarder: Forwarder, sock: socket.socket) -> None:
+        async def serve(sock: socket.socket, finish: Callable[[], None]) -> None:
             with self._encryption.refusals.noted(sock):
                 stream = await self._secure(sock, is_server=True, admits=admits)
                 identity = tls.certificate_identity(stream[1].get_extra_info("ssl_object"))
                 if revokes(identity.name):
                     stream[1].transport.abort()
                     raise handshake.TurnedAwayError("revoked", handshake.revoked_text(identity))
-            forwarder.limiter.finish(sock.fileno())
+            finish()
             local = await asyncio.open_connection(*target, limit=_PIECE_BYTES)
             await self._lead(stream, local)
 
@@ -105,8 +106,8 @@ class Tunnel:
             admits: Whether the owner of a certificate may answer there.
         """
 
-        async def serve(forwarder: Forwarder, sock: socket.socket) -> None:
-            forwarder.limiter.finish(sock.fileno())
+        async def serve(sock: socket.socket, finish: Callable[[], None]) -> None:
+            finish()
             if not is_own_user(sock):
                 return
             remote = await self._call(door, sock)
@@ -148,17 +149,22 @@ class Tunnel:
         return store_port, listener
 
     def _start(
-        self, listener: socket.socket, serve: Callable[[Forwarder, socket.socket], Coroutine[Any, Any, None]]
+        self,
+        listener: socket.socket,
+        serve: Callable[[socket.socket, Callable[[], None]], Coroutine[Any, Any, None]],
     ) -> Forwarder:
+        """Serve connections; `serve` gets each, and a function to call once it is known who is at its other end."""
+
         async def serve_one(sock: socket.socket) -> None:
-            self._descriptors.add(descriptor := sock.fileno())
+            self._connections[connection := connection_id(sock)] = sock.fileno()
+            finish = functools.partial(forwarder.limiter.finish, connection)
             try:
-                await serve(forwarder, sock)
+                await serve(sock, finish)
             except (OSError, TimeoutError, asyncio.IncompleteReadError, RingweaveError):
                 pass  # a stranger, or an end that is gone: the other end sees its connection end
             finally:
-                self._descriptors.discard(descriptor)
-                forwarder.limiter.finish(descriptor)
+                self._connections.pop(connection, None)
+                finish()
                 sock.close()
 
         forwarder = Forwarder(listener, self._loop, serve_one)
@@ -201,8 +207,9 @@ class Tunnel:
     async def _lead(self, one: Stream, other: Stream) -> None:
         """Copy both directions until one of them ends; then both connections end."""
         socks = [writer.get_extra_info("socket") for _, writer in (one, other)]
-        descriptors = {sock.fileno() for sock in socks if sock is not None}  # none once a connection is lost
-        self._descriptors |= descriptors
+        open_socks = [sock for sock in socks if sock is not None and sock.fileno() >= 0]  # others are lost already
+        connections = {connection_id(sock): sock.fileno() for sock in open_socks}
+        self._connections |= connections
         tasks = [asyncio.ensure_future(_copy(one[0], other[1])), asyncio.ensure_future(_copy(other[0], one[1]))]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -211,14 +218,16 @@ class Tunnel:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.gather(*(_close_stream(writer) for _, writer in (one, other)))
-            self._descriptors -= descriptors
+            for connection in connections:
+                self._connections.pop(connection, None)
 
     def _close_inherited(self) -> None:
         """Release all connections in a forked child, which would keep them alive after its parent's death."""
         with Path(os.devnull).open("rb") as nothing:
-            for descriptor in self._descriptors:
+            for connection, descriptor in self._connections.items():
                 with contextlib.suppress(OSError):
-                    os.dup2(nothing.fileno(), descriptor)  # whoever closes it later closes nothing else
+                    if is_connection(descriptor, connection):  # else it has ended, and the number is another's
+                        os.dup2(nothing.fileno(), descriptor)  # whoever closes it later closes nothing else
         for forwarder in self._forwarders:
             forwarder.close_inherited()
 

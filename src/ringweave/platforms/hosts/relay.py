@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ringweave import relayed_address
-from ringweave.accept_limits import AcceptLimits, LimitedListener
+from ringweave.accept_limits import AcceptLimits, ConnectionLimiter, LimitedListener, connection_id
 from ringweave.errors import RingweaveError, UsageError
 from ringweave.files import file_io, rotation
 from ringweave.platforms.hosts.join_protocol import print_refusal
@@ -56,6 +56,9 @@ DRAIN_S = 2.0
 """Time that connections get to end after the end of the service."""
 ORPHAN_TIMEOUT_S = 900.0
 """Time without a host service after which the relay ends."""
+_LOCAL_LIMITS = AcceptLimits(deadline_s=CONNECT_TIMEOUT_S, max_pending=256, max_pending_per_source=256)
+"""Limits of a listener for another host: all ranks of this one may call at once, and wait for an answer from there."""
+_BACKLOG = 1024
 BUFFER_BYTES = 2**20
 _PIECE_BYTES = 2**18
 _LENGTH = struct.Struct(">I")
@@ -268,7 +271,7 @@ class Relay:
         self._links: dict[int, ControlLink] = {}
         self._tables: dict[int, Table] = {}
         """Host -> the ports that its relay leads to."""
-        self._listeners: dict[tuple[str, int], asyncio.Server] = {}
+        self._listeners: dict[tuple[str, int], LimitedListener] = {}
         self._listeners_lock, self._publish_lock = asyncio.Lock(), asyncio.Lock()
         self._is_known = asyncio.Condition()
         self._seen_s: dict[int, float] = {}
@@ -279,7 +282,7 @@ class Relay:
         self._ids = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._leading: set[asyncio.Task[None]] = set()
-        self._servers, self._entrances = list[asyncio.Server](), list[LimitedListener]()
+        self._entrances = list[LimitedListener]()
         self._refusals, self._is_closing = RefusalLog(str(credentials.identity), print_refusal), False
 
     @property
@@ -300,23 +303,23 @@ class Relay:
         if is_relayed(self._own.address):
             name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             name.bind(relayed_address.socket_name(self._own.address))
-            self._servers.append(await asyncio.start_unix_server(self._answer_announcement, sock=name))
+            name.listen(_BACKLOG)
+            self._entrances.append(LimitedListener(name, asyncio.get_running_loop(), self._answer_announcement))
             self._call_new_gateways()
             self._spawn(self._scan())
         else:
-            family = socket.AF_INET6 if ":" in self._own.address else socket.AF_INET
-            listener = socket.create_server((self._own.address, self._own.relay_port), family=family, backlog=1024)
+            where = (self._own.address, self._own.relay_port)
+            listener = socket.create_server(where, family=_family_of(self._own.address), backlog=_BACKLOG)
             serve = functools.partial(self._secure, self._credentials.tls_context(is_server=True))
-            limits = AcceptLimits(deadline_s=HANDSHAKE_TIMEOUT_S)
-            self._entrances.append(LimitedListener(listener, asyncio.get_running_loop(), serve, limits))
-            self._entrances[0].start()
+            limiter = ConnectionLimiter(AcceptLimits(deadline_s=HANDSHAKE_TIMEOUT_S))
+            self._entrances.append(LimitedListener(listener, asyncio.get_running_loop(), serve, limiter))
+        self._entrances[0].start()
 
     async def close(self) -> None:
         """Take no more connections, give those that are led some time to end, and end them."""
         self._is_closing = True
-        for each in self._entrances:
+        for each in (*self._entrances, *self._listeners.values()):
             each.close()
-        await close_servers([*self._servers, *self._listeners.values()])
         if self._leading:
             await asyncio.wait(self._leading, timeout=DRAIN_S)
         tasks = [*self._tasks, *self._leading]
@@ -391,12 +394,11 @@ class Relay:
         taken = await asyncio.gather(*(link.offer(self._own_table) for link in list(self._links.values())))
         return frozenset().union(*taken)
 
-    async def _answer_announcement(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Publish what listens now, and answer once the others lead to it."""
+    async def _answer_announcement(self, sock: socket.socket) -> None:
+        """Publish what listens now, and answer a process of this user once the others lead to it."""
+        self._entrances[0].limiter.finish(connection_id(sock))
+        _, writer = await tls.accept_stream(sock, None, 0.0, BUFFER_BYTES)
         try:
-            peer = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            if struct.unpack("3i", peer)[1] not in (0, os.geteuid()):
-                return
             await self._wait_first_contact()
             taken = await self._publish()
             writer.write(json.dumps(sorted(taken)).encode())
@@ -439,10 +441,10 @@ class Relay:
     # Of a gateway.
 
     async def _secure(self, context: ssl.SSLContext, sock: socket.socket) -> None:
-        descriptor, stream = sock.fileno(), None
+        connection, stream = connection_id(sock), None
         with contextlib.suppress(OSError), self._refusals.noted(sock):
             stream = await tls.accept_stream(sock, context, HANDSHAKE_TIMEOUT_S, BUFFER_BYTES)
-        self._entrances[0].limiter.finish(descriptor)
+        self._entrances[0].limiter.finish(connection)
         await self._accept(*stream) if stream is not None else sock.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -555,27 +557,40 @@ class Relay:
         wanted = {(a, p) for table in self._tables.values() for a, ports in table.items() for p in ports}
         taken: set[int] = set()
         async with self._listeners_lock:
-            await close_servers([self._listeners.pop(each) for each in self._listeners.keys() - wanted])
+            for each in self._listeners.keys() - wanted:
+                self._listeners.pop(each).close()
             for address, port in sorted(wanted - self._listeners.keys()):
-                handler = self._local_handler(address, port)
                 try:
-                    where = (self._listen_at(address), port)
-                    server = await asyncio.start_server(handler, *where, limit=BUFFER_BYTES, backlog=1024)
+                    self._listeners[address, port] = self._listen_for(address, port)
                 except OSError:
                     taken.add(port)
-                else:
-                    self._listeners[address, port] = server
         return frozenset(taken)
 
-    def _local_handler(
-        self, address: str, port: int
-    ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._lead_to(PlainStream(reader, writer), address, port)
+    def _listen_for(self, address: str, port: int) -> LimitedListener:
+        """Listen for a relayed address.
 
-        return handle
+        Raises:
+            OSError: The port is taken here.
+        """
+        own = self._listen_at(address)
+        sock = socket.create_server((own, port), family=_family_of(own), backlog=_BACKLOG)
+        limiter = ConnectionLimiter(_LOCAL_LIMITS)
 
-    async def _lead_to(self, caller: ByteStream, address: str, port: int) -> None:
+        async def serve(caller: socket.socket) -> None:
+            finish = functools.partial(limiter.finish, connection_id(caller))
+            try:
+                stream = PlainStream(*await tls.accept_stream(caller, None, 0.0, BUFFER_BYTES))
+                await self._lead_to(stream, address, port, finish)
+            finally:
+                finish()
+
+        listener = LimitedListener(sock, asyncio.get_running_loop(), serve, limiter)
+        listener.start()
+        return listener
+
+    async def _lead_to(
+        self, caller: ByteStream, address: str, port: int, on_reached: Callable[[], object] = lambda: None
+    ) -> None:
         """Lead a connection to a relayed address, in the task that has accepted it."""
         task = asyncio.current_task()
         assert task is not None
@@ -592,6 +607,7 @@ class Relay:
         except asyncio.CancelledError:
             caller.abort()
             raise
+        on_reached()
         await lead(caller, reached)
 
     async def _reach(self, address: str, port: int) -> FramedStream:
@@ -617,14 +633,8 @@ class Relay:
             self._carried.pop(number, None)
 
 
-async def close_servers(servers: Sequence[asyncio.Server]) -> None:
-    """Close servers once the connections that they have accepted are set up; asyncio would forget those unclosed."""
-    for sock in [sock for server in servers for sock in server.sockets]:
-        asyncio.get_running_loop().remove_reader(sock.fileno())
-    for _ in range(2):
-        await asyncio.sleep(0)
-    for server in servers:
-        server.close()
+def _family_of(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def peer_name(writer: asyncio.StreamWriter) -> tuple[str, str]:

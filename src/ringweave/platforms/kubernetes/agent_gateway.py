@@ -27,8 +27,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from pydantic import TypeAdapter
 
+from ringweave import http_servers
+from ringweave.accept_limits import ConnectionLimiter
 from ringweave.errors import LaunchError, explain
 from ringweave.files import file_io
+from ringweave.http_servers import HTTP_LIMITS, HttpSite
 from ringweave.jobs.records import GroupPhase
 from ringweave.param_server.leadership import (
     LeadershipRecord,
@@ -293,6 +296,8 @@ PROGRESS_WRITE_INTERVAL_S = 10.0
 """Interval between two writes for a Pod that differ in training progress only."""
 TOKEN_REREAD_INTERVAL_S = 2.0
 """Interval between two reads of a job's Secret that an unknown token causes."""
+MAX_PENDING = 1024
+"""Connections whose agents are not known yet: all agents of the cluster call an operator that takes over, at once."""
 TAG_HEADER = "X-Ringweave-Tag"
 _MAX_REQUEST_BYTES = 2**20 + 2**16
 """Maximum request size: all workers' credentials, or the end of a log, within the size of an API object."""
@@ -326,6 +331,7 @@ class AgentGateway:
     def __init__(self, client: KubernetesClient, clock: Callable[[], float]) -> None:
         """`clock` returns seconds since 1970."""
         self._client, self._clock = client, clock
+        self._limiter = ConnectionLimiter(replace(HTTP_LIMITS, max_pending=MAX_PENDING))
         self._credential_store, self._leadership_store = CredentialStore(client), LeadershipStore(client)
         self._pod_states: dict[PodKey, _PodState] = {}
         self._tokens: dict[tuple[str, str], _JobToken] = {}
@@ -367,8 +373,8 @@ class AgentGateway:
         port: int,
         certificate: ServerCertificate | None,
         leads: Callable[[], bool] = lambda: True,
-    ) -> web.AppRunner:
-        """Start serving. The runner's `addresses` are the endpoints; its `cleanup` stops it.
+    ) -> HttpSite:
+        """Start serving. The site's `addresses` are the endpoints; its `cleanup` stops it.
 
         Requests get status 503 while `leads` returns False: agents repeat them, and reach the operator that leads then.
         """
@@ -385,10 +391,10 @@ class AgentGateway:
         app.router.add_post(path + r"/credentials/{round:\d{1,9}}", self._take_credentials)
         app.router.add_post(path + r"/leadership/{round:\d{1,9}}", self._append_leadership)
         app.router.add_put(path + "/log", self._put_log)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, host, port, ssl_context=certificate.ssl_context() if certificate else None).start()
-        return runner
+        context = certificate.ssl_context() if certificate else None
+        return await http_servers.serve_application(
+            app, self._limiter, (host, port), context=context, shutdown_timeout_s=0.1
+        )
 
     def _set_desired_state(self, key: PodKey, desired: DesiredState) -> None:
         pod_state = self._pod_states.setdefault(key, _PodState())
@@ -509,6 +515,7 @@ class AgentGateway:
         shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if not await self._is_token(key[:2], shown):
             raise web.HTTPForbidden(text="not the token of this job")
+        http_servers.admit(request, self._limiter)
         return key
 
     async def _is_token(self, job: tuple[str, str], shown: str) -> bool:

@@ -16,7 +16,10 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from ringweave import http_servers
+from ringweave.accept_limits import ConnectionLimiter
 from ringweave.errors import LaunchError, RingweaveError, UsageError
+from ringweave.http_servers import HTTP_LIMITS
 from ringweave.platforms import metrics
 from ringweave.platforms.api import JobView
 from ringweave.platforms.kubernetes import agent_gateway, api_client, objects
@@ -270,13 +273,13 @@ async def serve_health_and_metrics(
     app.router.add_get(location.path or "/", live)
     app.router.add_get("/readyz", is_ready)
     app.router.add_get("/metrics", tell)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
+    address = (location.hostname, location.port or 80)
+    limiter = ConnectionLimiter(HTTP_LIMITS)
+    site = await http_servers.serve_application(app, limiter, address, shutdown_timeout_s=0.1)
     try:
-        await web.TCPSite(runner, location.hostname, location.port or 80).start()
         yield
     finally:
-        await runner.cleanup()
+        await site.cleanup()
 
 
 async def _list_job_views(client: KubernetesClient, namespaces: Sequence[str]) -> list[JobView]:
@@ -386,8 +389,8 @@ async def _lead(
     async with contextlib.AsyncExitStack() as stack:
         if settings.gateway_port is not None:
             host, port = settings.gateway_host, settings.gateway_port
-            runner = await gateway.start_serving(host, port, certificate, leads=ready.is_set)
-            stack.push_async_callback(runner.cleanup)
+            site = await gateway.start_serving(host, port, certificate, leads=ready.is_set)
+            stack.push_async_callback(site.cleanup)
         ready.set()
         try:
             await run_until_one_ends(election.renew_until_lost(), queue.run_workers(), *watches)
