@@ -318,6 +318,18 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         written_by="worker",
         fields={"rank": RANK_FIELD, "members": "names of these workers", "reason": "reason in words"},
     ),
+    "wire_chosen": EventKind(
+        meaning="In an elastic job within `--max-loss-increase`: the members of a generation have chosen another "
+        "format of gradients than before; at first it is `exact`.",
+        written_by="worker",
+        fields={
+            "rank": "0: the primary reports for all members",
+            "wire": "the format: exact, bf16, int8 or int4",
+            "reduction": "number of the first reduction in it",
+            "members": "names of the members that it was chosen for",
+            "reason": "reason in words, with the forecasts",
+        },
+    ),
     "members_caught_up": EventKind(
         meaning="Workers that joined a running job have caught up: they have done every step that the others have.",
         written_by="worker",

@@ -13,6 +13,7 @@ from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
 from ringweave.training.elastic import retained_reductions
 from ringweave.training.elastic.commit import CommitProtocol, _PreparedCommit
 from ringweave.training.elastic.retained_reductions import Commit, ReductionRow, RetainedReduction, SumBuffers
+from ringweave.training.elastic.wire_choice import WireChoice
 
 SMALL, LARGE = 10, MIN_SCHEDULED_BYTES // 4
 COUNTS = Commit(
@@ -155,7 +156,7 @@ def test_the_member_whose_gradients_are_not_finite_is_named(
     other: float, own: float, said: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(retained_reductions, "dist", Numbers(other))
-    state: Any = SimpleNamespace(lock=threading.Condition(), trainer=SimpleNamespace(wire="exact"), member="1.0")
+    state: Any = SimpleNamespace(lock=threading.Condition(), trainer=SimpleNamespace(wires=WireChoice()), member="1.0")
     protocol = CommitProtocol(state, list, is_mean=False, num_parameters=0)
     gradients = buckets([SMALL, LARGE])
     gradients[1][5] = own
@@ -171,7 +172,7 @@ def test_the_member_whose_gradients_are_not_finite_is_named(
 def test_a_member_is_named_once_until_its_gradients_are_finite_again(
     group: Group, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state: Any = SimpleNamespace(lock=threading.Condition(), trainer=SimpleNamespace(wire="exact"), member="1.0")
+    state: Any = SimpleNamespace(lock=threading.Condition(), trainer=SimpleNamespace(wires=WireChoice()), member="1.0")
     protocol = CommitProtocol(state, list, is_mean=False, num_parameters=0)
     for value, count in ((float("nan"), 1), (float("nan"), 1), (1.0, 1), (float("inf"), 2)):
         committed(protocol, [torch.full((SMALL,), value)])

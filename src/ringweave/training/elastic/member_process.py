@@ -21,6 +21,7 @@ from ringweave.jobs import modes
 from ringweave.membership import messages
 from ringweave.membership.client import MembershipClient
 from ringweave.membership.failure_detector import Heartbeat
+from ringweave.membership.membership_records import parse_member_name
 from ringweave.membership.messages import Join
 from ringweave.rpc.state_transfer import StateServer
 from ringweave.telemetry import EventLog
@@ -31,6 +32,7 @@ from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.share_table import ShareTable
 from ringweave.training.elastic.trainer import MemberDescription, StateTransport, TrainerState
 from ringweave.training.elastic.training_state import TrainingState
+from ringweave.training.elastic.wire_choice import WireChoice
 from ringweave.training.options import Script
 from ringweave.training.recorder import ElasticRecorder
 from ringweave.training.rings.elastic_ring import AssignedMember, SessionExchange
@@ -61,6 +63,7 @@ def join_job(
     authentication: rpc.TlsAuthentication,
     timer: StepTimer,
     must_match: dict[str, Any],
+    wires: WireChoice,
     assigned: AssignedMember | None = None,
 ) -> MemberParts:
     """Join the job, or the assigned ring; return when a generation with this member has begun and it has the state."""
@@ -73,6 +76,7 @@ def join_job(
         max_samples=script.max_samples,
         assumed_speed=default_group.describe_rank(environment, os.environ).speed,
         must_match=must_match,
+        wires=wires,
     )
     recorder = ElasticRecorder(environment, lambda: session.is_primary)
     transport, startup_log = StateTransport(state_server=state_server, authentication=authentication), StartupLog()
@@ -130,6 +134,11 @@ def member_name(environment: WorkerEnvironment) -> str:
     """Return this worker's name among the members of its job."""
     assert environment.member is not None, "the launcher sets it"
     return environment.member
+
+
+def is_first_of_slot(environment: WorkerEnvironment) -> bool:
+    """Return whether no earlier process of the job had this worker's slot."""
+    return parse_member_name(member_name(environment))[1] == 0
 
 
 def peer_authentication(environment: WorkerEnvironment) -> rpc.TlsAuthentication:
