@@ -82,17 +82,16 @@ def join_job(
     transport, startup_log = StateTransport(state_server=state_server, authentication=authentication), StartupLog()
     exchange, worker, join = None, None, None
     extra_state: dict[str, Any] = {**script.extra_state, STARTUP_STATE: startup_log}
-    share_table = ShareTable(script.spec.batch_samples, is_balanced=must_match["mode"] == modes.BALANCED)
     if assigned is not None:
         seat, extra_state = assigned.assignment, dict(script.extra_state)
         exchange = SessionExchange(assigned, own_name, lambda: session, lambda: trainer)
         is_derived = must_match["mode"] == modes.LOCAL and script.local.inner_steps is None
         most_steps = script.local.max_inner_steps if is_derived else None
         worker = RingWorker(exchange, script.parameters, local_steps=seat.local_steps, max_local_steps=most_steps)
-        share_table = ShareTable(script.spec.batch_samples, is_balanced=True, samples_of=seat.shard_samples)
         join = Join(part=messages.part_of_ring(seat.ring), expected=len(seat.slots))
     last_push = worker.changes.outbox.pieces if worker is not None and worker.changes is not None else ()
     training_state = TrainingState(script.model, script.optimizer, extra_state, extra_tensors=last_push)
+    share_table = _share_table(script, must_match["mode"], assigned)
     make_ring = None if exchange is None else exchange.make_progress
     trainer = TrainerState(description, share_table, timer, training_state, transport, recorder, ring=make_ring)
     session = ElasticSession(
@@ -107,7 +106,6 @@ def join_job(
     )
     if assigned is None:
         session.repeat_collectives(startup_log)
-
     ring_slots = None if assigned is None else frozenset(map(str, assigned.assignment.slots))
     groups.find_revoked = lambda name: session.revokes(name) or _is_of_another_ring(name, ring_slots)
 
@@ -123,6 +121,13 @@ def join_job(
     timing.freeze_garbage_collector()
     session.start(client)
     return MemberParts(session=session, trainer=trainer, recorder=recorder, exchange=exchange, worker=worker)
+
+
+def _share_table(script: Script, mode: str, assigned: AssignedMember | None) -> ShareTable:
+    if assigned is None:
+        return ShareTable(script.spec.batch_samples, is_balanced=mode == modes.BALANCED)
+    samples_of = assigned.assignment.shard_samples
+    return ShareTable(script.spec.batch_samples, is_balanced=True, samples_of=samples_of)
 
 
 def _is_of_another_ring(member: str, ring_slots: frozenset[str] | None) -> bool:

@@ -81,7 +81,6 @@ class TrainerState:
 
         In rings, `ring` makes the progress of this member's ring.
         """
-        self.wires = description.wires
         recomputes = description.must_match.get("on_failure") == "recompute"
         self.accounting = SampleAccounting(recomputes=recomputes)
         self.progress, self.share_table = DataProgress(), share_table
@@ -96,11 +95,14 @@ class TrainerState:
         """Median of these times, which another thread reads."""
         self._members: tuple[str, ...] = ()
         """Members of the last generation."""
-        self._last_committed = 0
-        """Number of the last committed reduction, or 0."""
         self._captured_buffers: dict[str, Buffer] = {}
         self._published: dict[str, bool] = {}
         self.ring = ring(self) if ring is not None else None
+
+    @property
+    def wires(self) -> WireChoice:
+        """Formats of this member's gradients."""
+        return self._description.wires
 
     def set_memory(self, limit: MemoryLimit) -> None:
         """Set the limit of this member's memory, which all members learn with its speed."""
@@ -198,7 +200,7 @@ class TrainerState:
         if self.ring is not None and self.ring.is_broadcasting:
             return
         self._events.reduction_committed()
-        self._last_committed = commit.number
+        self.progress.last_reduction = commit.number
         num_lost = self.accounting.record_commit(commit)
         self.progress.num_since_commit = 0
         if self.accounting.missing:
@@ -285,7 +287,7 @@ class TrainerState:
         self._events.generation_begun()
         lost = [name for name in self._members if name not in membership.members]
         self._members = tuple(membership.members)
-        wire = self.wires.of_reduction(self._last_committed)
+        wire = self.wires.of_reduction(self.progress.last_reduction)
         if lost and wire != EXACT:
             self._events.residuals_lost(lost, wire)
 
