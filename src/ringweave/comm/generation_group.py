@@ -29,6 +29,7 @@ from ringweave.errors import PeerError
 
 if TYPE_CHECKING:
     from ringweave.comm.transport.tunnel import Forwarder, Tunnel
+    from ringweave.planning.plans import Plan
 
 FORM_TIMEOUT_S = 10.0
 """Initial limit on forming a generation's group; all members have just reported. It doubles each time it was too short:
@@ -100,6 +101,12 @@ class GenerationGroups:
     def reduce_group(self) -> dist.ProcessGroup | None:
         """Group in which gradients are summed; None is the default one."""
         return self._reduce_group
+
+    def plan(self) -> "Plan":
+        """Return the plan of the group in which gradients are summed, which is known since the group was formed."""
+        group = self._reduce_group or dist.group.WORLD
+        assert isinstance(group, RingweaveProcessGroup), "made here"
+        return group.wait_for_plan()
 
     def allgather_small(self, row: Tensor) -> Tensor:
         """Return the row of each reducing member, (num_members, width), from (width,) of each; a barrier.

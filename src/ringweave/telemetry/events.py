@@ -430,6 +430,7 @@ _BY_KIND: Mapping[str, Mapping[str, Check]] = {
     "partition_solved": {"rates": _list_of(_is_number)},
     "pipeline_measured": dict.fromkeys(("rates", "compute_s"), _list_of(_is_number)),
     "residuals_lost": {"members": _NAMES},
+    "wire_chosen": {"members": _NAMES},
     "schedule_measured": {"predicted_s": _maybe(_is_number)},
     "schedule_tuned": {
         "predicted_s": _map_of(_is_text, _maybe(_is_number)),

@@ -92,7 +92,6 @@ FAULT_KINDS: Mapping[str, EventKind] = {
     ),
 }
 
-
 _SPLITS_FIELD = "last blocks, counted from 1, of all stages but the last"
 _SPEEDS_FIELD = "present speed of each device; 1 is as profiled"
 _RATES_FIELD = "bytes per second of the link into each stage but the first; empty where links are not measured"
@@ -161,7 +160,6 @@ PIPELINE_KINDS: Mapping[str, EventKind] = {
     ),
 }
 
-
 RING_KINDS: Mapping[str, EventKind] = {
     "rings_formed": EventKind(
         meaning="Training goes on in rings with a parameter server between them; rank 0 reports for all.",
@@ -209,7 +207,6 @@ RING_KINDS: Mapping[str, EventKind] = {
         },
     ),
 }
-
 
 _NODE_FIELD = "name of the worker's node in the cluster file"
 _COLLECTIVE_FIELD = "kind of collective: allreduce, reduce-scatter, allgather or broadcast"
@@ -317,6 +314,11 @@ EVENT_KINDS: Mapping[str, EventKind] = {
         "lost; the others keep theirs.",
         written_by="worker",
         fields={"rank": RANK_FIELD, "members": "names of these workers", "reason": "reason in words"},
+    ),
+    "wire_chosen": EventKind(
+        meaning="Members of an elastic job have chosen, within `--max-loss-increase`, another format of gradients.",
+        written_by="worker",
+        fields={"rank": RANK_FIELD, "wire": "format", "reduction": "first in it", "members": "names", "reason": "why"},
     ),
     "members_caught_up": EventKind(
         meaning="Workers that joined a running job have caught up: they have done every step that the others have.",

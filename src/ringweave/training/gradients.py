@@ -240,6 +240,11 @@ class GradientResiduals:
         self._of_parameters: dict[int, Tensor] = {}
         """What buckets that exist no more have left for a parameter, by its identity."""
 
+    @property
+    def is_empty(self) -> bool:
+        """No message has a residual yet."""
+        return not (self._of_buckets or self._of_parameters)
+
     def of_bucket(self, bucket: dist.GradBucket) -> Tensor:
         """Return the residual of a bucket, as long as its buffer, on the host."""
         return self.of_message(bucket.index(), bucket.parameters(), bucket.buffer().numel())

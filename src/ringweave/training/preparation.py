@@ -4,6 +4,7 @@ import atexit
 import dataclasses
 import math
 import os
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,10 +39,13 @@ from ringweave.training.elastic import member_process
 from ringweave.training.elastic.elastic_membership import ElasticMembership, check_elastic_data
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.training_state import IncompleteStep
+from ringweave.training.elastic.wire_choice import WireChoice
 from ringweave.training.gradients import GradientReducer, SampleWeights
 from ringweave.training.memory import memory_guard, meters
 from ringweave.training.mode_choice import forecast, step_benchmark
-from ringweave.training.mode_choice.forecast import LossBound, RingReconsideration
+from ringweave.training.mode_choice import trial as mode_choice_trial
+from ringweave.training.mode_choice.forecast import ElasticWireForecast, LossBound, RingReconsideration
+from ringweave.training.mode_choice.trial import ModelTrial
 from ringweave.training.options import Asynchronous, Local, Script
 from ringweave.training.outer_optimizer import OuterOptimizer
 from ringweave.training.outer_steps import RoundControl, SiteExchange, SiteMembership, SiteSource
@@ -186,7 +190,7 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
     timer = _step_timer(script, environment)
     member_process.refuse_process_group()
     mode, reason = modes.decide_mode(script.mode, environment.mode, 2)
-    script, reason = _without_choice(script, reason, environment)
+    script, reason, wires = _elastic_wire(script, mode, reason, environment)
     has_server, settings = modes.has_server(mode, is_elastic=True), script.settings
     if mode == modes.LOCAL:
         settings = script.local.as_asynchronous()
@@ -194,19 +198,15 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
     if has_server:
         ring_formation.check_optimizer_fresh(script.optimizer, settings)
     check_elastic_data(script.spec)
-    must_match, assigned = script.elastic_must_match(mode), None
-    if has_server:
-        name = optimizers.check_optimizer_name(optimizers.optimizer_name(script.optimizer))
-        # The next shard is known only when the ring has agreed on it, so nothing is loaded ahead.
-        must_match |= {"num_prefetched": 0, "optimizer": name, "local_steps": settings.local_steps}
+    must_match, assigned = _elastic_must_match(script, mode, is_wire_chosen=wires.is_open), None
     sample_weights = script.sample_weights
     authentication = member_process.peer_authentication(environment)
     if has_server:
         assigned = startup_rendezvous.assign_ring(script, environment, authentication, must_match, reason)
-    member = member_process.join_job(script, environment, authentication, timer, must_match, assigned)
+    member = member_process.join_job(script, environment, authentication, timer, must_match, wires, assigned)
     session, trainer, recorder = member.session, member.trainer, member.recorder
     if not has_server:
-        shares = trainer.share_table.latest.shares
+        shares, reason = trainer.share_table.latest.shares, reason + wires.reason
         recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=shares)
     weights = SampleWeights(num_ranks=1, is_mean=script.is_mean)
     parallel = elastic_ddp.wrap_elastic_ddp(script.model, script.ddp, session, weights, timer)
@@ -232,14 +232,46 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
     return parallel, optimizer, SharedLoader(script.loader, source, weights, timer, sample_weights)
 
 
-def _without_choice(script: Script, reason: str, environment: WorkerEnvironment) -> tuple[Script, str]:
-    """Return the script of an elastic job, which chooses neither mode nor wire format within a bound, and says so."""
+def _elastic_must_match(script: Script, mode: str, *, is_wire_chosen: bool) -> dict[str, Any]:
+    """Return the values that must be the same on all members."""
+    found = script.elastic_must_match(mode) | ({"wire": AUTO_WIRE} if is_wire_chosen else {})
+    if not modes.has_server(mode, is_elastic=True):
+        return found
+    name = optimizers.check_optimizer_name(optimizers.optimizer_name(script.optimizer))
+    # The next shard is known only when the ring has agreed on it, so nothing is loaded ahead.
+    return found | {"num_prefetched": 0, "optimizer": name, "local_steps": script.settings.local_steps}
+
+
+def _elastic_wire(
+    script: Script, mode: str, reason: str, environment: WorkerEnvironment
+) -> tuple[Script, str, WireChoice]:
+    """Return the script of an elastic job, the reason, and its wire format, which may be chosen within a bound.
+
+    Rings send their gradients as named: nothing is forecast of their formats.
+    """
     is_mode_open = modes.is_undecided(script.mode, environment.mode, 2)
     if script.max_loss_increase is None or not (is_mode_open or script.wire == AUTO_WIRE):
-        return script, reason
-    do = "name them (--mode local, --wire int8), or leave --elastic out"
-    reason += f"; an elastic job chooses neither mode nor wire format within a bound on the loss: {do}"
-    return dataclasses.replace(script, wire=EXACT if script.wire == AUTO_WIRE else script.wire), reason
+        return script, reason, WireChoice(script.wire)
+    script = dataclasses.replace(script, wire=EXACT) if script.is_wire_open else script
+    if not script.is_wire_open or modes.has_server(mode, is_elastic=True):
+        return script, f"{reason}; an elastic job has no choice within a bound in mode {mode}", WireChoice(script.wire)
+    trial = ModelTrial()
+    if member_process.is_first_of_slot(environment):  # the others wait for one that replaces a lost one
+        num_samples = max(1, script.spec.batch_samples // int(os.environ.get("WORLD_SIZE", "1")))
+        trial = mode_choice_trial.run_model_trial(script.model, script.loader, num_samples)
+    wires = ElasticWireForecast(
+        script, mode, num_bytes=_encodable_bytes(script.model), schedule=environment.schedule, trial=trial
+    )
+    trial_s = statistics.median(trial.sample_s) if trial.sample_s else None
+    return script, reason, WireChoice(script.wire, wires.propose, trial_s)
+
+
+def _encodable_bytes(model: nn.Module) -> int:
+    """Return the bytes of the gradients; 0 if they cannot be encoded."""
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    num_bytes = sum(each.nbytes for each in parameters)
+    is_encodable = all(each.dtype == torch.float32 for each in parameters) and num_bytes >= MIN_SCHEDULED_BYTES
+    return num_bytes if is_encodable else 0
 
 
 def _step_timer(script: Script, environment: WorkerEnvironment) -> StepTimer:
@@ -383,10 +415,8 @@ def _gather_reports(
 
 def _predicted_wires_s(script: Script, environment: WorkerEnvironment) -> dict[str, float] | None:
     """Return the predicted seconds of an allreduce of the gradients by wire format; None if none may be chosen."""
-    group, parameters = dist.group.WORLD, [each for each in script.model.parameters() if each.requires_grad]
-    num_bytes = sum(each.nbytes for each in parameters)
-    is_encodable = all(each.dtype == torch.float32 for each in parameters) and num_bytes >= MIN_SCHEDULED_BYTES
-    if not (script.is_wire_open and is_encodable and isinstance(group, RingweaveProcessGroup)):
+    group, num_bytes = dist.group.WORLD, _encodable_bytes(script.model)
+    if not (script.is_wire_open and num_bytes and isinstance(group, RingweaveProcessGroup)):
         return None
     found = group.wait_for_plan().allreduce_s_by_wire(num_bytes, environment.schedule)
     return found if len(found) > 1 and all(map(math.isfinite, found.values())) else None

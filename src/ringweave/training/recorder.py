@@ -164,6 +164,16 @@ class ElasticRecorder:
         fields = {"rank": 0, "members": list(members), "reason": f"these workers are gone; gradients travel in {wire}"}
         self._write_if_primary(lambda: self._log.write("residuals_lost", **fields) if self._log else None)
 
+    def wire_chosen(self, wire: str, reduction: int, members: Sequence[str], reason: str) -> None:
+        """Record that the members have chosen another format of gradients."""
+        self._write_if_primary(lambda: self._write_wire(wire, reduction, list(members), reason))
+
+    def _write_wire(self, wire: str, reduction: int, members: list[str], reason: str) -> None:
+        text = reason.removeprefix("; ")
+        _LOGGER.info("gradients travel in %s from reduction %d on: %s", wire, reduction, text)
+        if self._log:
+            self._log.write("wire_chosen", rank=0, wire=wire, reduction=reduction, members=members, reason=text)
+
     def samples_lost(self, commit: Commit, num_lost: int) -> None:
         self._write_if_primary(lambda: self._write_lost(commit, num_lost))
 

@@ -1,16 +1,23 @@
 """Mode and wire format within a bound on the loss: what is taken on which cluster, and what the reason says."""
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from ringweave.environment import WorkerEnvironment
 from ringweave.jobs import modes
+from ringweave.planning.balancing import Speed
 from ringweave.planning.loss_table import LOCAL_SETTINGS, LossIncrease, LossTable
 from ringweave.training import Asynchronous, Local, preparation
 from ringweave.training.mode_choice import forecast
-from ringweave.training.mode_choice.forecast import BoundedChoice, LossBound
+from ringweave.training.mode_choice.forecast import BoundedChoice, ElasticWireForecast, LossBound
+from ringweave.training.mode_choice.trial import ModelTrial
 from ringweave.training.options import Script
 
 BALANCED = (modes.BALANCED, "as ever", None)
@@ -164,31 +171,102 @@ def test_rings_count_by_the_loss_that_they_cost(bound: float, mode: str) -> None
     assert f"loss +0.00% to +2.00% (measured on other tasks){'' if mode == 'ps-hra' else ', too much'}" in found.reason
 
 
-@pytest.mark.parametrize(
-    ("mode", "wire", "is_said"), [("auto", "exact", True), ("local", "auto", True), ("local", "int8", False)]
-)
-def test_an_elastic_job_says_that_it_chooses_nothing_within_a_bound(mode: str, wire: str, is_said: bool) -> None:
-    none: Any = None
-    script = Script(
-        model=none,
-        optimizer=none,
-        loader=none,
-        spec=none,
+def elastic_script(mode: str, wire: str, *, is_wire_open: bool = True) -> Script:
+    spec, model = SimpleNamespace(batch_samples=32), nn.Linear(200, 200)
+    data = DataLoader(TensorDataset(torch.zeros(8, 200)), batch_size=4)
+    options: Any = {"optimizer": None, "settings": Asynchronous(), "spec": spec, "extra_state": {}, "ddp": {}}
+    return Script(
+        **options,
+        model=model,
+        loader=data,
         seed=0,
         mode=mode,
         reduction="mean",
         max_samples=None,
-        ddp={},
-        settings=Asynchronous(),
-        extra_state={},
         on_failure="drop",
         wire=wire,
+        is_wire_open=is_wire_open,
         max_loss_increase=0.01,
     )
-    found, reason = preparation._without_choice(script, "first reason", WorkerEnvironment.from_environ({}))
-    text = (
-        "; an elastic job chooses neither mode nor wire format within a bound on the loss: name them (--mode local, "
-        "--wire int8), or leave --elastic out"
+
+
+@pytest.mark.parametrize(
+    ("mode", "resolved", "wire", "is_open"),
+    [
+        ("auto", "balanced", "exact", True),
+        ("auto", "balanced", "auto", True),
+        ("sync", "sync", "auto", True),
+        ("sync", "sync", "exact", False),
+        ("local", "local", "auto", False),
+        ("local", "local", "int8", False),
+    ],
+)
+def test_an_elastic_job_without_a_server_chooses_its_format(mode: str, resolved: str, wire: str, is_open: bool) -> None:
+    environment = WorkerEnvironment.from_environ({"RINGWEAVE_MEMBER": "1.0"})
+    script = elastic_script(mode, wire, is_wire_open=wire in ("exact", "auto"))
+    found, reason, wires = preparation._elastic_wire(script, resolved, "first reason", environment)
+    is_refused = mode == "local" and wire == "auto"
+    text = "; an elastic job has no choice within a bound in mode local"
+    assert reason == "first reason" + text * is_refused
+    assert wires.is_open == is_open
+    assert wires.latest == found.wire == ("exact" if wire == "auto" else wire)
+    trial_s = wires.status_details().get("trial_s")
+    assert trial_s is None if not is_open else trial_s > 0
+
+
+def test_a_worker_that_replaces_another_one_joins_without_a_trial() -> None:
+    environment = WorkerEnvironment.from_environ({"RINGWEAVE_MEMBER": "1.1"})
+    _, _, wires = preparation._elastic_wire(elastic_script("sync", "auto"), "sync", "", environment)
+    assert wires.status_details() == {"wires": [(0, "exact")], "trial_s": None}
+
+
+THIN = {"exact": 18.0, "bf16": 9.0, "int8": 4.7, "int4": 2.5}
+
+
+def elastic_forecast(num_bytes: int = 22 * MB, problem: str = "") -> ElasticWireForecast:
+    script, trial = elastic_script("sync", "auto"), ModelTrial(problem=problem)
+    return ElasticWireForecast(script, "sync", num_bytes=num_bytes, schedule=None, trial=trial)
+
+
+def members(*exchanges_s: float, speed_s: float | None = 0.1) -> list[dict[str, Any]]:
+    """Members of equal speed, which have waited so long for gradients."""
+    speed = None if speed_s is None else list(Speed(s_per_sample=speed_s).to_numbers())
+    return [{"speed": speed, "trial_s": None, "exchange_s": each} for each in exchanges_s]
+
+
+def plan(**wires_s: float) -> Any:
+    return SimpleNamespace(allreduce_s_by_wire=lambda num_bytes, schedule: wires_s)
+
+
+def test_members_choose_by_the_plan_first_and_by_their_waits_later() -> None:
+    forecast = elastic_forecast()
+    assert forecast.propose(plan(**THIN), members(0.0, 0.0), "exact")[0] == "int8"
+    # Links are nine times as fast as described, or the rest hides.
+    wire, reason = forecast.propose(plan(**THIN), members(0.6, 0.5, 0.9), "int8")
+    assert wire == "int8"
+    assert "sync 3.01 s, 1.1 s of it computing" in reason
+    assert forecast.propose(plan(**THIN), members(0.6, 0.02, 0.9), "int8")[0] == "exact"
+    # Without the thin link nothing gains a tenth.
+    wire, reason = forecast.propose(plan(exact=0.05, bf16=0.04), members(0.7, 0.6), "int8")
+    assert wire == "exact"
+    assert reason.endswith("chosen: sync")
+
+
+def test_members_without_a_known_speed_count_as_typical_ones_or_keep_the_format() -> None:
+    forecast = elastic_forecast(problem="the data set is a stream")
+    wire, reason = forecast.propose(plan(**THIN), members(0.0, 0.0, speed_s=None), "bf16")
+    assert (wire, reason) == (
+        "bf16",
+        "; up to 1 % more loss at equal samples is allowed, but times of computing are unknown (the data set is a "
+        "stream)",
     )
-    assert reason == "first reason" + text * is_said
-    assert found.wire == ("exact" if wire == "auto" else wire)
+    tried = [{**members(0.0, speed_s=None)[0], "trial_s": 0.1}, *members(0.0, speed_s=None)]
+    assert "sync 19.6 s, 1.6 s of it computing" in forecast.propose(plan(**THIN), tried, "exact")[1]
+
+
+@pytest.mark.parametrize("wires_s", [{}, {"exact": math.inf}, {"exact": 18.0}])
+def test_without_forecasts_of_formats_gradients_stay_exact(wires_s: dict[str, float]) -> None:
+    num_bytes = 22 * MB if wires_s else 0
+    wire, reason = elastic_forecast(num_bytes).propose(plan(**wires_s or THIN), members(0.0, 0.0), "exact")
+    assert wire == "exact"
+    assert "wire formats are not forecast: the plan has none; chosen: sync" in reason

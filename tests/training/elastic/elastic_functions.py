@@ -25,6 +25,7 @@ from ringweave.membership import failure_detector
 from ringweave.planning.balancing import Speed, SpeedEstimator
 from ringweave.training.elastic import recovery
 from ringweave.training.elastic.session import SessionThread
+from ringweave.training.mode_choice import forecast
 from tests.fakes.elastic_job import own_member, send_message
 
 NUM_SAMPLES, BATCH, WIDTH = 96, 12, 6
@@ -119,11 +120,8 @@ def step_of(loader: Any) -> int:
     return place["epoch"] * (NUM_SAMPLES // BATCH) + (place["position"] - 1) // BATCH
 
 
-def train_encoded(faults: Mapping[str, tuple[int, str]], folder: str, num_epochs: int = 2) -> dict[str, Any]:
-    """Train in float32, each member on a node of its own, so that gradients between them travel in the asked format.
-
-    At the end a checkpoint is saved, residuals are forgotten, and it is loaded.
-    """
+def prepare_encoded() -> tuple[Any, Any, Any, TensorDataset]:
+    """Return model, optimizer, loader and data in float32, on a node of each member's own."""
     os.environ["RINGWEAVE_NODE"] = f"n{own_member().partition('.')[0]}"
     set_step_time(restarts=False)
     model = make_model(ENCODED).float()
@@ -132,19 +130,32 @@ def train_encoded(faults: Mapping[str, tuple[int, str]], folder: str, num_epochs
     data = TensorDataset(data.tensors[0].float(), data.tensors[1].float(), data.tensors[2])
     loader = DataLoader(data, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
     ddp = {"bucket_cap_mb": WIDE_CAP_MB}
-    model, optimizer, loader = ringweave.prepare(model, optimizer, loader, mode="sync", ddp=ddp)
+    prepared = ringweave.prepare(model, optimizer, loader, mode="sync", ddp=ddp)
     send_message(("prepared",))
+    return *prepared, data
+
+
+def step_encoded(model: Any, optimizer: Any, loader: Any, batch: list[Tensor]) -> None:
+    """Do a train step, and tell it."""
+    loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    send_message(("done", step_of(loader), loader.members))
+
+
+def train_encoded(faults: Mapping[str, tuple[int, str]], folder: str, num_epochs: int = 2) -> dict[str, Any]:
+    """Train in float32, each member on a node of its own, so that gradients between them travel in the asked format.
+
+    At the end a checkpoint is saved, residuals are forgotten, and it is loaded.
+    """
+    model, optimizer, loader, data = prepare_encoded()
     at, moment = faults.get(own_member(), (-1, ""))
     for _ in loader.epochs(num_epochs):
-        for inputs, targets, _indices in loader:
-            step = step_of(loader)
-            if step == at:
+        for batch in loader:
+            if step_of(loader) == at:
                 arm(moment, model, optimizer)
-            loss = nn.functional.mse_loss(model(inputs), targets)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            send_message(("done", step, loader.members))
+            step_encoded(model, optimizer, loader, batch)
     checkpoints = ringweave.Checkpoints(folder, model=model, optimizer=optimizer, loader=loader)
     parameters, residuals = list(model.module.parameters()), model.gradient_residuals
     left = {} if residuals is None else residuals.state_dict(parameters)
@@ -159,12 +170,33 @@ def train_encoded(faults: Mapping[str, tuple[int, str]], folder: str, num_epochs
     assert all(torch.equal(found[index], left[index]) for index in left)
     with torch.no_grad():
         final = nn.functional.mse_loss(model.module(data.tensors[0]), data.tensors[1]).item()
-    values = [each.detach().numpy().copy() for each in model.module.parameters()]
-    return {
-        "parameters": values,
-        "loss": final,
-        "left": max((each.abs().max().item() for each in left.values()), default=0.0),
-    }
+    return {**values_of(model), "loss": final}
+
+
+def train_encoded_together(num_members: int, num_steps: int) -> dict[str, Any]:
+    """Train as `train_encoded` does until so many members have had samples in so many steps.
+
+    Links are taken to be as slow as the cluster file says.
+    """
+    forecast._waiting_part = lambda members, predicted_s: 1.0
+    model, optimizer, loader, _ = prepare_encoded()
+    num_together = 0
+    for _ in loader.epochs(1_000_000):
+        for batch in loader:
+            step_encoded(model, optimizer, loader, batch)
+            num_together += sum(share > 0 for share in loader.shares) == num_members
+            if num_together == num_steps:
+                return values_of(model)
+            time.sleep(0.1 * (num_together == 0))
+    raise AssertionError("more epochs than steps")
+
+
+def values_of(model: Any) -> dict[str, Any]:
+    """Return the parameters, and the largest residual."""
+    parameters, residuals = list(model.module.parameters()), model.gradient_residuals
+    left = {} if residuals is None else residuals.state_dict(parameters)
+    largest = max((each.abs().max().item() for each in left.values()), default=0.0)
+    return {"parameters": [each.detach().numpy().copy() for each in parameters], "left": largest}
 
 
 def train_richly(num_members: int, num_steps: int, pause_s: float = 0.0) -> dict[str, Any]:

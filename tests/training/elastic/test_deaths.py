@@ -169,6 +169,75 @@ def test_kills_while_gradients_travel_in_int8(tmp_path: Path) -> None:
     assert losses["int8"] == pytest.approx(losses["exact"], rel=0.02)
 
 
+THIN_NODE = """name: thin
+nodes:
+  - {{name: n0, nic: 10Gbit/s, devices: 1}}
+  - {{name: n1, nic: 10Gbit/s, devices: 1}}
+  - {{name: n2, nic: {nic}, devices: 1}}
+  - {{name: n3, nic: 10Gbit/s, devices: 1}}
+"""
+"""Cluster of the members 0 to 3, of which one may have a link that binds."""
+
+
+def environ_within_bound(run_dir: Path, nic: str = "2Mbit/s") -> dict[str, str]:
+    """Environment of a job that may lose 1 % for speed."""
+    (run_dir / "cluster.yaml").write_text(THIN_NODE.format(nic=nic))
+    cluster = {"RINGWEAVE_CLUSTER": str(run_dir / "cluster.yaml"), "RINGWEAVE_RUN_DIR": str(run_dir)}
+    return {**cluster, "RINGWEAVE_WIRE": "auto", "RINGWEAVE_MAX_LOSS_INCREASE": "1%"}
+
+
+def choices(run_dir: Path) -> list[dict[str, Any]]:
+    """Events of chosen formats."""
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    return [each for each in events if each["kind"] == "wire_chosen"]
+
+
+def test_a_format_within_the_bound_is_chosen_again_when_the_thin_link_is_gone(tmp_path: Path) -> None:
+    """What int8 has left goes with the first exact sum, and all have the same bits."""
+    faults = {"2.0": (5, "bucket1"), "1.0": (11, "backward")}
+    arguments = (elastic_functions.train_encoded, 4, faults, str(tmp_path / "checkpoints"))
+    with ElasticJob(*arguments, environ=environ_within_bound(tmp_path)) as job:
+        survivors = [member for member in job.members if member not in faults]
+        values = [value_of(job, member) for member in survivors]
+        check_alike(values)
+        for member in survivors:
+            assert sorted(set(done_steps(job, member))) == list(range(2 * NUM_STEPS))
+    first, second = choices(tmp_path)
+    assert (first["wire"], first["reduction"], len(first["members"])) == ("int8", 2, 4)
+    assert "up to 1 % more loss at equal samples is allowed, for a gain of 10%" in first["reason"]
+    assert "sync in int4" in first["reason"]
+    assert first["reason"].endswith("too much; chosen: sync in int8")
+    assert (second["wire"], second["members"]) == ("exact", ["0.0", "1.0", "3.0"])
+    assert second["reduction"] > 5
+    assert [value["left"] for value in values] == [0.0, 0.0]
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [each["members"] for each in events if each["kind"] == "residuals_lost"] == [["2.0"]]
+    (prepared,) = (each for each in events if each["kind"] == "training_prepared")
+    assert prepared["reason"].endswith("chosen: sync in int8")
+
+
+def test_a_format_within_the_bound_is_chosen_again_when_a_worker_with_a_thin_link_joins(tmp_path: Path) -> None:
+    """It follows with zeros through the change of the format, and has the same bits as the others."""
+    arguments = (elastic_functions.train_encoded_together, 2, 3, NUM_STEPS)
+    with ElasticJob(*arguments, environ=environ_within_bound(tmp_path)) as job:
+        job.wait_message("0.0", lambda said: said[:2] == ("done", 3))
+        job.start_worker(2, 0)
+        values = [value_of(job, member) for member in job.members]
+        check_alike(values)
+    (choice,) = choices(tmp_path)
+    assert (choice["wire"], choice["members"]) == ("int8", ["0.0", "1.0", "2.0"])
+    assert max(value["left"] for value in values) > 0
+
+
+def test_fast_links_stay_exact_within_any_bound(tmp_path: Path) -> None:
+    arguments = (elastic_functions.train_encoded, 3, {}, str(tmp_path / "checkpoints"))
+    with ElasticJob(*arguments, environ=environ_within_bound(tmp_path, "10Gbit/s")) as job:
+        values = [value_of(job, member) for member in job.members]
+        check_alike(values)
+    assert choices(tmp_path) == []
+    assert [value["left"] for value in values] == [0.0] * 3
+
+
 RECOMPUTED = [
     ("sync", {"1.0": (2, "forward"), "2.0": (5, "backward"), "0.0": (9, "bucket1")}),
     ("sync", {"3.0": (2, "bucket3"), "2.0": (7, "rows"), "0.0": (8, "commit")}),

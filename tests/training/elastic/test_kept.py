@@ -1,5 +1,6 @@
 """Which buckets of a backward pass are summed together, and what each gets of the sum."""
 
+import json
 import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
 from ringweave.training.elastic import retained_reductions
 from ringweave.training.elastic.commit import CommitProtocol, _PreparedCommit
 from ringweave.training.elastic.retained_reductions import Commit, ReductionRow, RetainedReduction, SumBuffers
+from ringweave.training.elastic.wire_choice import WireChoice
 
 SMALL, LARGE = 10, MIN_SCHEDULED_BYTES // 4
 COUNTS = Commit(
@@ -155,7 +157,7 @@ def test_the_member_whose_gradients_are_not_finite_is_named(
     other: float, own: float, said: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(retained_reductions, "dist", Numbers(other))
-    state: Any = SimpleNamespace(lock=threading.Condition(), trainer=SimpleNamespace(wire="exact"), member="1.0")
+    state: Any = SimpleNamespace(lock=threading.Condition(), trainer=SimpleNamespace(wires=WireChoice()), member="1.0")
     protocol = CommitProtocol(state, list, is_mean=False, num_parameters=0)
     gradients = buckets([SMALL, LARGE])
     gradients[1][5] = own
@@ -171,8 +173,60 @@ def test_the_member_whose_gradients_are_not_finite_is_named(
 def test_a_member_is_named_once_until_its_gradients_are_finite_again(
     group: Group, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state: Any = SimpleNamespace(lock=threading.Condition(), trainer=SimpleNamespace(wire="exact"), member="1.0")
+    state: Any = SimpleNamespace(lock=threading.Condition(), trainer=SimpleNamespace(wires=WireChoice()), member="1.0")
     protocol = CommitProtocol(state, list, is_mean=False, num_parameters=0)
     for value, count in ((float("nan"), 1), (float("nan"), 1), (1.0, 1), (float("inf"), 2)):
         committed(protocol, [torch.full((SMALL,), value)])
         assert len(caplog.records) == count
+
+
+def test_a_choice_holds_from_a_reduction_on_that_nobody_has_begun() -> None:
+    wires = WireChoice()
+    assert not wires.may_encode
+    assert wires.change_from(9, "int8")
+    assert [wires.of_reduction(number) for number in (1, 8, 9, 99)] == ["exact", "exact", "int8", "int8"]
+    assert wires.change_from(9, "bf16"), "a generation that was given up has no say"
+    assert not wires.change_from(12, "bf16")
+    for number in range(20, 30):
+        wires.change_from(number, ("int4", "exact")[number % 2])
+    assert wires.of_reduction(28) == "int4"
+
+
+def test_a_member_that_joins_follows_the_formats_of_the_others() -> None:
+    def choose(*_: Any) -> tuple[str, str]:
+        return "int8", "; the links are thin"
+
+    old, new = (WireChoice("exact", choose, 0.5) for _ in range(2))
+    old.change_from(9, old.propose(None, []))  # pyrefly: ignore - no plan is needed here
+    assert old.reason == "; the links are thin"
+    details = json.loads(json.dumps(old.status_details()))
+    assert details == {"wires": [[0, "exact"], [9, "int8"]], "trial_s": 0.5}
+    new.adopt(details)
+    assert [new.of_reduction(number) for number in (8, 9)] == ["exact", "int8"]
+
+
+def test_what_a_format_has_left_goes_with_the_first_exact_sum(group: Group) -> None:
+    """Once, also if the sum is begun anew, and again if its step restarts."""
+    wires = WireChoice("int8", lambda *_: ("exact", ""))
+    room, weight = SumBuffers(wires), torch.zeros(LARGE)
+    parameters = [weight]
+
+    def reduce(number: int, *, restarts: bool = False, num_starts: int = 1) -> float:
+        reduction = RetainedReduction(number=number)
+        future = reduction.add_bucket(torch.ones(LARGE), room, parameters)
+        reduction.complete(ReductionRow(), 0, room)
+        for _ in range(num_starts):
+            reduction.detach_from_group()
+            reduction.start()
+        reduction.wait_done()
+        rows = (ReductionRow(restarts_step=restarts),)
+        reduction.deliver(Commit(number=number, members=("0.0",), rows=rows), is_mean=False)
+        return future.value()[0].item()
+
+    exact_sum = 1.0 + reduce(1) - 1.0
+    assert room.residuals is not None
+    room.residuals.of_message(0, parameters, LARGE).fill_(0.25)
+    wires.change_from(2, "exact")
+    assert reduce(2, restarts=True) == exact_sum + 0.25
+    assert reduce(3, num_starts=2) == exact_sum + 0.25
+    assert reduce(4) == exact_sum

@@ -12,6 +12,7 @@ from ringweave.membership.membership_records import Membership, MemberStatus, St
 from ringweave.training.elastic import member_details, recovery
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.trainer import MemberDescription, TrainerState
+from ringweave.training.elastic.wire_choice import WireChoice
 from tests.polling import wait_until
 
 
@@ -28,7 +29,7 @@ class Groups:
 class Crew:
     """Whose part in an epoch fails."""
 
-    wire = "exact"
+    wires = WireChoice()
 
     def __init__(self, failure: Exception) -> None:
         self._failure = failure
@@ -87,7 +88,7 @@ class SlowGroups:
 class EasyCrew:
     """That has nothing to do."""
 
-    wire = "exact"
+    wires = WireChoice()
 
     state_address = "127.0.0.1 9"
 

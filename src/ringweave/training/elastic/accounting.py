@@ -110,6 +110,8 @@ class DataProgress:
     """Batches since the last committed reduction."""
     committed: tuple[int, int] = (0, 0)
     """Epoch and position after the last committed reduction."""
+    last_reduction: int = 0
+    """Number of the last committed reduction since this member joined; 0 before it."""
     num_steps_before: int = 0
     """Train steps, as the script counts them, before the first reduction of this job; negative if it counts fewer steps
     than there were reductions since."""

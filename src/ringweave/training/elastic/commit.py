@@ -71,7 +71,7 @@ class CommitProtocol:
         """
         self._state, self._buffers, self._is_mean, self._partial_sums = state, buffers, is_mean, partial_sums
         self._num_parameters = num_parameters
-        self._sum_buffers = SumBuffers(state.trainer.wire)
+        self._sum_buffers = SumBuffers(state.trainer.wires)
         self._prepared: _PreparedCommit | _PreparedCollective | None = None
         self._has_reported_faults = False
         """The last sums were not finite by this member's own gradients, and it has said so."""
@@ -89,7 +89,7 @@ class CommitProtocol:
 
     @property
     def residuals(self) -> GradientResiduals | None:
-        """Residuals of the gradients; None if they travel exactly."""
+        """Residuals of the gradients; None if they always travel exactly."""
         return self._sum_buffers.residuals
 
     def add_bucket(self, bucket: Tensor, parameters: Sequence[Tensor]) -> torch.futures.Future[Tensor]:

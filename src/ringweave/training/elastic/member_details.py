@@ -11,6 +11,7 @@ import pydantic
 from pydantic import ConfigDict, Field
 
 from ringweave.comm.transport.interface import TransferFailedError
+from ringweave.environment import WIRES
 from ringweave.errors import DisagreementError, MembershipError, RingweaveError, TrainingError
 from ringweave.files import file_io
 from ringweave.membership.membership_records import Membership, MemberStatus, StopTraining
@@ -106,10 +107,17 @@ _SPEED_NUMBERS = tuple[
 ]
 """`Speed.to_numbers`."""
 _ACCOUNT = tuple[_NON_NEGATIVE_INT, Annotated[int, Field(ge=0, lt=_FINGERPRINTS)]]
+_MAX_WIRE_CHOICES = 16
 _STRICT = ConfigDict(strict=True, extra="allow")
 _AS_PREPARED = "the values of ringweave.prepare"
 
 _ParsedT = TypeVar("_ParsedT")
+
+
+def _check_wire_name(name: str) -> str:
+    if name not in WIRES:
+        raise ValueError(f"a wire format {name[:80]!r}, expected one of {', '.join(WIRES)}")
+    return name
 
 
 class _SessionDetails(pydantic.BaseModel):
@@ -134,6 +142,11 @@ class _TrainerDetails(pydantic.BaseModel):
     exchange_s: _NON_NEGATIVE_FLOAT
     position: tuple[_NON_NEGATIVE_INT, _NON_NEGATIVE_INT, _NON_NEGATIVE_INT, _INT]
     accounts: tuple[_ACCOUNT, _ACCOUNT, _ACCOUNT]
+    wires: Annotated[
+        tuple[tuple[_NON_NEGATIVE_INT, Annotated[str, pydantic.AfterValidator(_check_wire_name)]], ...],
+        Field(max_length=_MAX_WIRE_CHOICES),
+    ] = ()
+    trial_s: _POSITIVE_FLOAT | None = None
 
 
 def parse_details(member: str, text: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from ringweave.jobs import modes
 from ringweave.membership import messages
 from ringweave.membership.client import MembershipClient
 from ringweave.membership.failure_detector import Heartbeat
+from ringweave.membership.membership_records import parse_member_name
 from ringweave.membership.messages import Join
 from ringweave.rpc.state_transfer import StateServer
 from ringweave.telemetry import EventLog
@@ -31,6 +32,7 @@ from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.share_table import ShareTable
 from ringweave.training.elastic.trainer import MemberDescription, StateTransport, TrainerState
 from ringweave.training.elastic.training_state import TrainingState
+from ringweave.training.elastic.wire_choice import WireChoice
 from ringweave.training.options import Script
 from ringweave.training.recorder import ElasticRecorder
 from ringweave.training.rings.elastic_ring import AssignedMember, SessionExchange
@@ -61,6 +63,7 @@ def join_job(
     authentication: rpc.TlsAuthentication,
     timer: StepTimer,
     must_match: dict[str, Any],
+    wires: WireChoice,
     assigned: AssignedMember | None = None,
 ) -> MemberParts:
     """Join the job, or the assigned ring; return when a generation with this member has begun and it has the state."""
@@ -73,22 +76,22 @@ def join_job(
         max_samples=script.max_samples,
         assumed_speed=default_group.describe_rank(environment, os.environ).speed,
         must_match=must_match,
+        wires=wires,
     )
     recorder = ElasticRecorder(environment, lambda: session.is_primary)
     transport, startup_log = StateTransport(state_server=state_server, authentication=authentication), StartupLog()
     exchange, worker, join = None, None, None
     extra_state: dict[str, Any] = {**script.extra_state, STARTUP_STATE: startup_log}
-    share_table = ShareTable(script.spec.batch_samples, is_balanced=must_match["mode"] == modes.BALANCED)
     if assigned is not None:
         seat, extra_state = assigned.assignment, dict(script.extra_state)
         exchange = SessionExchange(assigned, own_name, lambda: session, lambda: trainer)
         is_derived = must_match["mode"] == modes.LOCAL and script.local.inner_steps is None
         most_steps = script.local.max_inner_steps if is_derived else None
         worker = RingWorker(exchange, script.parameters, local_steps=seat.local_steps, max_local_steps=most_steps)
-        share_table = ShareTable(script.spec.batch_samples, is_balanced=True, samples_of=seat.shard_samples)
         join = Join(part=messages.part_of_ring(seat.ring), expected=len(seat.slots))
     last_push = worker.changes.outbox.pieces if worker is not None and worker.changes is not None else ()
     training_state = TrainingState(script.model, script.optimizer, extra_state, extra_tensors=last_push)
+    share_table = _share_table(script, must_match["mode"], assigned)
     make_ring = None if exchange is None else exchange.make_progress
     trainer = TrainerState(description, share_table, timer, training_state, transport, recorder, ring=make_ring)
     session = ElasticSession(
@@ -103,7 +106,6 @@ def join_job(
     )
     if assigned is None:
         session.repeat_collectives(startup_log)
-
     ring_slots = None if assigned is None else frozenset(map(str, assigned.assignment.slots))
     groups.find_revoked = lambda name: session.revokes(name) or _is_of_another_ring(name, ring_slots)
 
@@ -121,6 +123,13 @@ def join_job(
     return MemberParts(session=session, trainer=trainer, recorder=recorder, exchange=exchange, worker=worker)
 
 
+def _share_table(script: Script, mode: str, assigned: AssignedMember | None) -> ShareTable:
+    if assigned is None:
+        return ShareTable(script.spec.batch_samples, is_balanced=mode == modes.BALANCED)
+    samples_of = assigned.assignment.shard_samples
+    return ShareTable(script.spec.batch_samples, is_balanced=True, samples_of=samples_of)
+
+
 def _is_of_another_ring(member: str, ring_slots: frozenset[str] | None) -> bool:
     """Return whether a process is of another ring than this one, whose slots are given; its members never call here."""
     return ring_slots is not None and member.partition(".")[0] not in ring_slots
@@ -130,6 +139,11 @@ def member_name(environment: WorkerEnvironment) -> str:
     """Return this worker's name among the members of its job."""
     assert environment.member is not None, "the launcher sets it"
     return environment.member
+
+
+def is_first_of_slot(environment: WorkerEnvironment) -> bool:
+    """Return whether no earlier process of the job had this worker's slot."""
+    return parse_member_name(member_name(environment))[1] == 0
 
 
 def peer_authentication(environment: WorkerEnvironment) -> rpc.TlsAuthentication:

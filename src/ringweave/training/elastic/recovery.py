@@ -25,7 +25,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ringweave.environment import EXACT
 from ringweave.errors import TrainingError
 from ringweave.files import file_io
 from ringweave.membership.membership_records import Membership, furthest_status
@@ -37,6 +36,7 @@ from ringweave.training.elastic.retained_reductions import Commit, PartialSums, 
 from ringweave.training.elastic.script_collectives import CollectiveCall, CollectiveResult
 from ringweave.training.elastic.share_table import shares_of_text
 from ringweave.training.elastic.trainer import TrainerState
+from ringweave.training.elastic.wire_choice import WireChoice
 
 MAX_RETAINED_REDUCTIONS = 16
 """Limit of logged reductions; with more, the others wait. During so many steps, the state of an optimizer with two
@@ -72,13 +72,17 @@ class ReplayLog:
     """Log of reductions and generation starts for the script to replay; guarded by the session's lock."""
 
     def __init__(
-        self, layout: Sequence[Sequence[Any]], committed: int, max_bytes: float | None = None, wire: str = EXACT
+        self,
+        layout: Sequence[Sequence[Any]],
+        committed: int,
+        max_bytes: float | None = None,
+        wires: WireChoice | None = None,
     ) -> None:
         """Create an empty log; the state includes reductions up to `committed`, and `max_bytes` limits the log.
 
-        `wire` is the format of the other members' messages.
+        `wires` has the formats of the other members' messages; None means exact.
         """
-        self._wire = wire
+        self._wires = wires or WireChoice()
         self._zeros = [
             torch.zeros(numel, dtype=getattr(torch, dtype), device=device) for numel, dtype, device in layout
         ]
@@ -107,7 +111,7 @@ class ReplayLog:
         reduction = RetainedReduction(number=number, is_complete=True, contributes_zeros=True)
         sums = self._free_sums.pop() if self._free_sums else [torch.empty_like(zeros) for zeros in self._zeros]
         for zeros, summed in zip(self._zeros, sums, strict=True):
-            reduction.add_zeros(zeros, summed, self._wire)
+            reduction.add_zeros(zeros, summed, self._wires.of_reduction(number))
         return reduction
 
     def append_reduction(
@@ -270,6 +274,11 @@ class RecoveryPlan:
             if len(owner_ranks) == 1
             else None,
         )
+
+    @property
+    def reads_later(self) -> bool:
+        """No member waits while joining ones read the state."""
+        return bool(self.layout) or not self.joining_ranks
 
     def recovery_source(self, joining_rank: int) -> int:
         """Return the rank whose state this joining rank reads."""

@@ -23,6 +23,7 @@ from ringweave.environment import EXACT
 from ringweave.errors import TrainingError
 from ringweave.planning.balancing import SampleAccount, Speed
 from ringweave.planning.balancing.speed import NUM_SPEED_NUMBERS
+from ringweave.training.elastic.wire_choice import WireChoice
 from ringweave.training.gradients import GradientResiduals
 
 NUM_ROW_WORDS = 4 + NUM_SPEED_NUMBERS
@@ -215,16 +216,16 @@ class PartialSums:
 class SumBuffers:
     """Memory for the sums, reused by one reduction after another: DDP has copied the sums by the next reduction."""
 
-    def __init__(self, wire: str = EXACT) -> None:
-        """`wire` is the format of the gradients on slow links."""
-        self.wire = wire
+    def __init__(self, wires: WireChoice | None = None) -> None:
+        """`wires` has the format of each reduction's gradients on slow links; None means exact."""
+        self.wires = wires or WireChoice()
         self._tensors: dict[int, Tensor] = {}
-        self.residuals = None if wire == EXACT else GradientResiduals()
+        self.residuals = GradientResiduals() if self.wires.may_encode else None
         """What encoding has left of the earlier messages, through all generations."""
 
-    def residual(self, summed: Tensor, index: int, parameters: Sequence[Tensor]) -> Tensor | None:
-        """Return the residual of the message with this index; None if it travels exactly."""
-        if self.residuals is None or summed.dtype != torch.float32:
+    def residual(self, summed: Tensor, wire: str, index: int, parameters: Sequence[Tensor]) -> Tensor | None:
+        """Return the residual of the message with this index; None if it travels exactly, and so did all before."""
+        if self.residuals is None or summed.dtype != torch.float32 or (wire == EXACT and self.residuals.is_empty):
             return None
         return self.residuals.of_message(index, parameters, summed.numel())
 
@@ -271,6 +272,9 @@ class _FusedMessage:
             self.residual_before = self.residual.clone()
         elif self.residual is not None and self.residual_before is not None:
             self.residual.copy_(self.residual_before)
+        if self.residual is not None and self.wire == EXACT:  # what earlier formats have left goes along
+            self.summed.add_(self.residual.to(self.summed.device))
+            self.residual.zero_()
         with wire_scope.encoded_as(self.wire, self.residual):
             self.work = dist.all_reduce(self.summed, group=group, async_op=True)
 
@@ -351,8 +355,9 @@ class RetainedReduction:
         index = len(self.messages)
         summed = sum_buffers.get(buckets[0].gradients, numel, index)
         members = [parameter for bucket in buckets for parameter in bucket.parameters]
-        residual = sum_buffers.residual(summed, index, members)
-        self.messages.append(_FusedMessage(buckets=buckets, summed=summed, wire=sum_buffers.wire, residual=residual))
+        wire = sum_buffers.wires.of_reduction(self.number)
+        residual = sum_buffers.residual(summed, wire, index, members)
+        self.messages.append(_FusedMessage(buckets=buckets, summed=summed, wire=wire, residual=residual))
 
     def start(self, group: dist.ProcessGroup | None = None) -> None:
         """Start to sum the added messages, in their order, in this group; None is the default group.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ringweave.comm import default_group, generation_group
 from ringweave.comm.generation_group import GenerationGroups
+from ringweave.environment import WIRES
 from ringweave.errors import MembershipError, RingweaveError, RpcError, TrainingError
 from ringweave.membership import membership_records
 from ringweave.membership.client import MembershipClient
@@ -136,7 +137,7 @@ class MemberRecovery:
         if start.is_joining and plan.layout:
             num_reductions = committed - state.num_collectives
             state.catch_up = CatchUp(
-                state.member, state.trainer, ReplayLog(plan.layout, num_reductions, wire=state.trainer.wire)
+                state.member, state.trainer, ReplayLog(plan.layout, num_reductions, wires=state.trainer.wires)
             )
             state.status = replace(state.status, is_recovering=True)
         has_state = not state.status.is_recovering
@@ -279,30 +280,64 @@ class SessionThread:
             is_resumed = self._resume_at_boundary(start, plan, abort_count)
             if is_resumed:
                 self._publish_state(start, plan)
-            self._form_groups(start, plan, num_aborts)
+            self._form_groups(start, plan, abort_count, num_aborts)
         except TrainingError:
             raise  # this member's own: another generation would not fix it
         except (RuntimeError, RingweaveError, OSError) as error:
             state.report_broken_group(error, abort_count, membership)
             return
-        if self._commits.settle_unfinished(membership, abort_count) and self._begin_generation(
-            start, plan, abort_count
+        if (
+            self._commits.settle_unfinished(membership, abort_count)
+            and self._choose_wire_later(start, plan, abort_count)
+            and self._begin_generation(start, plan, abort_count)
         ):
             if not is_resumed:
                 self._publish_state(start, plan)
             if start.is_joining and plan.layout:
                 self._recovery.start_read(start, plan.recovery_source(rank), _generation_name(membership))
 
-    def _form_groups(self, start: GenerationStart, plan: RecoveryPlan, num_aborts: int) -> None:
+    def _form_groups(self, start: GenerationStart, plan: RecoveryPlan, abort_count: int, num_aborts: int) -> None:
         """Form the groups, and read the state if the others wait for that."""
         trainer, membership, details = self._state.trainer, start.membership, start.details
         name, rank = _generation_name(membership), membership.members.index(self._state.member)
         place, is_apart = details[0]["store"], bool(plan.recovering)
         self._state.groups.form_group(place, name, rank, len(membership.members), num_aborts, has_reduce_group=is_apart)
+        if not plan.reads_later:  # before the first reduction, so nothing is left to settle
+            self._choose_wire(start, plan, abort_count)
         if start.is_joining and not plan.layout:
             source_address = membership.statuses[plan.recovery_source(rank)].address
             state_read = StateRead(lambda: num_aborts != self._state.groups.num_aborts)
             state_read.run(lambda: trainer.fetch_state(source_address, name, state_read))
+
+    def _choose_wire(self, start: GenerationStart, plan: RecoveryPlan, abort_count: int) -> None:
+        """Choose the wire format of this generation, if it is open: that of the first member with the state.
+
+        All members call it alike, once the last reduction before this generation is settled.
+        """
+        state, owner = self._state, plan.owner_ranks[0]
+        wires = state.trainer.wires
+        if not wires.is_open:
+            return
+        wire = wires.propose(state.groups.plan(), start.details)
+        row = torch.tensor([WIRES.index(wire), state.num_reductions])
+        index, committed = state.groups.allgather_small(row)[owner].tolist()
+        with state.lock:
+            if abort_count != state.abort_count:
+                return
+            if start.is_joining:
+                wires.adopt(start.details[owner])
+            # The next reduction may have begun on members that were in the generation before.
+            state.trainer.change_wire(committed + 2, WIRES[index], start.membership.members)
+
+    def _choose_wire_later(self, start: GenerationStart, plan: RecoveryPlan, abort_count: int) -> bool:
+        """Choose the wire format if that was not done before joining members read the state; False if that failed."""
+        if plan.reads_later:
+            try:
+                self._choose_wire(start, plan, abort_count)
+            except RuntimeError as error:
+                self._state.report_broken_group(error, abort_count, start.membership)
+                return False
+        return True
 
     def _resume_at_boundary(self, start: GenerationStart, plan: RecoveryPlan, abort_count: int) -> bool:
         """Let a script that waits at a step boundary compute its next gradients while the groups form, if it may.
@@ -313,12 +348,11 @@ class SessionThread:
         state while the others wait.
         """
         state = self._state
-        reads_later = bool(plan.layout) or not plan.joining_ranks
         with state.lock:
             is_idle = state.reduction is None and state.num_collectives == 0
             is_at_boundary = state.status.at_step_boundary and state.status.has_state and state.catch_up is None
             is_settled = abort_count == state.abort_count and state.status.committed == start.membership.last_committed
-            resumes = is_idle and is_at_boundary and is_settled and reads_later and state.trainer.supports_replay
+            resumes = is_idle and is_at_boundary and is_settled and plan.reads_later and state.trainer.supports_replay
             if resumes:
                 self._enter_generation(start, plan)
         return resumes

@@ -4,7 +4,7 @@ import logging
 import statistics
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Buffer
@@ -22,6 +22,7 @@ from ringweave.training.elastic.member_details import check_trainer_details
 from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
 from ringweave.training.elastic.share_table import BatchShares, ShareTable
 from ringweave.training.elastic.training_state import StateRead, TrainingState, copy_buffers
+from ringweave.training.elastic.wire_choice import WireChoice
 from ringweave.training.recorder import ElasticRecorder
 from ringweave.training.timing import StepTimer
 
@@ -50,6 +51,8 @@ class MemberDescription:
     """Relative speed from the cluster file."""
     must_match: dict[str, Any]
     """Values that must be the same on all members."""
+    wires: WireChoice = field(default_factory=WireChoice)
+    """Formats of its gradients, which the members choose together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,9 +100,9 @@ class TrainerState:
         self.ring = ring(self) if ring is not None else None
 
     @property
-    def wire(self) -> str:
-        """Wire format of the gradients."""
-        return str(self._description.must_match.get("wire", EXACT))
+    def wires(self) -> WireChoice:
+        """Formats of this member's gradients."""
+        return self._description.wires
 
     def set_memory(self, limit: MemoryLimit) -> None:
         """Set the limit of this member's memory, which all members learn with its speed."""
@@ -182,6 +185,7 @@ class TrainerState:
             "exchange_s": self._exchange_s,
             "position": [progress.epoch, progress.position, progress.num_drawn, progress.num_steps_before],
             "accounts": self.accounting.to_json(),
+            **self.wires.status_details(),
             **(self.ring.status_details() if self.ring is not None else {}),
         }
 
@@ -196,6 +200,7 @@ class TrainerState:
         if self.ring is not None and self.ring.is_broadcasting:
             return
         self._events.reduction_committed()
+        self.progress.last_reduction = commit.number
         num_lost = self.accounting.record_commit(commit)
         self.progress.num_since_commit = 0
         if self.accounting.missing:
@@ -282,8 +287,14 @@ class TrainerState:
         self._events.generation_begun()
         lost = [name for name in self._members if name not in membership.members]
         self._members = tuple(membership.members)
-        if lost and self.wire != EXACT:
-            self._events.residuals_lost(lost, self.wire)
+        wire = self.wires.of_reduction(self.progress.last_reduction)
+        if lost and wire != EXACT:
+            self._events.residuals_lost(lost, wire)
+
+    def change_wire(self, first: int, wire: str, members: Sequence[str]) -> None:
+        """Let gradients take another format from a reduction on, as the members have chosen."""
+        if self.wires.change_from(first, wire):
+            self._events.wire_chosen(wire, first, members, self.wires.reason)
 
     def capture_state(self) -> None:
         """Capture the state while the script is paused; called without the lock.

@@ -22,17 +22,20 @@ from ringweave.jobs import modes
 from ringweave.param_server import optimizers
 from ringweave.param_server.versions import StalenessPolicy
 from ringweave.planning import balancing, mode_forecast, ring_grouping, sites
-from ringweave.planning.loss_table import LossTable
+from ringweave.planning.balancing import Speed
+from ringweave.planning.loss_table import LossTable, load_loss_table
 from ringweave.planning.mode_forecast import ModeForecast, OuterSteps, Ring, StepWorkload, WorkerRates
+from ringweave.planning.plans import Plan
 from ringweave.rpc import RpcLimits
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.data.order import LoaderSpec
 from ringweave.training.mode_choice import trial as mode_choice_trial
 from ringweave.training.mode_choice.trial import ModelTrial
-from ringweave.training.options import Local
+from ringweave.training.options import Local, Script
 from ringweave.training.rings.ring_formation import completion_queue, form_rings, relative_speeds
 from ringweave.training.speed_test import SpeedTestParticipant
 
+_NO_WIRES = "wire formats are not forecast: the plan has none"
 MAX_RING_MODEL_BYTES = RpcLimits().max_message_bytes
 """Limit of a model that trains in rings: each push has all parameters in one message."""
 
@@ -326,7 +329,7 @@ def choose_within_bound(
         table: Measured losses.
     """
     mode, reason, rings = exact
-    reason += f"; up to {100 * bound.max_increase:.3g} % more loss at equal samples is allowed"
+    reason += _explain_bound(bound.max_increase)
     if not all(each["trial_s"] for each in reports):
         reason += f", but times of computing are unknown{_trial_failure(reports)}"
         return BoundedChoice(mode=mode, reason=reason, rings=rings)
@@ -343,25 +346,123 @@ def choose_within_bound(
     if bound.is_wire_open:
         wires = _forecast_wires(all_modes[modes.BALANCED if bound.is_mode_open else mode], reports, table)
         candidates += wires
-        texts += [] if wires else ["wire formats are not forecast: the plan has none"]
+        texts += [] if wires else [_NO_WIRES]
     limit = 0
     if bound.is_mode_open:
         found, limit = _forecast_local(reports, bound, table)
         texts += [found] if isinstance(found, str) else []
         candidates += [] if isinstance(found, str) else [found]
-    for each in sorted(candidates, key=_highest_loss):
-        is_allowed = _highest_loss(each) <= bound.max_increase
-        texts.append(_describe_candidate(each, batch_samples) + ("" if is_allowed else ", too much"))
-        if is_allowed and best.step_s >= (1 + mode_forecast.MIN_INEXACT_GAIN) * each.step_s:
-            best = each
-    gain = f"{mode_forecast.MIN_INEXACT_GAIN:.0%}"
+    best, more = _fastest_within(best, candidates, bound.max_increase, batch_samples)
+    texts += more
     return BoundedChoice(
         mode=best.mode,
-        reason=f"{reason}, for a gain of {gain} or more; predicted: {'; '.join(texts)}; chosen: {best.name}",
+        reason=reason + _explain_choice(best, texts),
         rings=rings if best.mode == mode else None,
         wire=best.wire,
         max_inner_steps=limit,
     )
+
+
+def _fastest_within(
+    best: ModeForecast, candidates: Sequence[ModeForecast], max_increase: float, batch_samples: int
+) -> tuple[ModeForecast, list[str]]:
+    """Return the fastest forecast within the bound on the loss, and descriptions of the candidates."""
+    texts = []
+    for each in sorted(candidates, key=_highest_loss):
+        is_allowed = _highest_loss(each) <= max_increase
+        texts.append(_describe_candidate(each, batch_samples) + ("" if is_allowed else ", too much"))
+        if is_allowed and best.step_s >= (1 + mode_forecast.MIN_INEXACT_GAIN) * each.step_s:
+            best = each
+    return best, texts
+
+
+class ElasticWireForecast:
+    """Forecast of the wire formats of an elastic job within a bound on the loss, in each generation."""
+
+    def __init__(self, script: Script, mode: str, *, num_bytes: int, schedule: str | None, trial: ModelTrial) -> None:
+        """Create it.
+
+        Args:
+            script: The script, with a bound.
+            mode: Mode of the job.
+            num_bytes: Bytes of the gradients; 0 if they cannot be encoded.
+            schedule: Schedule that is forced; None if none is.
+            trial: Trial of this member before it joined.
+        """
+        assert script.max_loss_increase is not None, "there is a bound"
+        self._max_increase, self._batch_samples = script.max_loss_increase, script.spec.batch_samples
+        self._mode, self._num_bytes, self._schedule, self._trial = mode, num_bytes, schedule, trial
+        self._table = load_loss_table()
+        self._predicted_s: Mapping[str, float] = {}
+        """Predicted seconds of an allreduce by format, in the last generation."""
+
+    def propose(self, plan: Plan, members: Sequence[Mapping[str, Any]], present: str) -> tuple[str, str]:
+        """Return the format for a generation, and the reason as the end of a sentence.
+
+        Args:
+            plan: Plan of the generation's group.
+            members: Details of its members.
+            present: Format in the generation before.
+        """
+        reason = _explain_bound(self._max_increase)
+        speeds = _speeds_of_members(members)
+        if speeds is None:
+            problem = f" ({self._trial.problem})" if self._trial.problem else ""
+            return present, f"{reason}, but times of computing are unknown{problem}"
+        earlier_s, self._predicted_s = self._predicted_s.get(present), {}
+        if self._num_bytes:
+            found_s = plan.allreduce_s_by_wire(self._num_bytes, self._schedule)
+            self._predicted_s = found_s if all(map(math.isfinite, found_s.values())) else {}
+        computing_s = self._computing_s(speeds)
+        reducing_s = self._predicted_s.get(EXACT, 0.0) * _waiting_part(members, earlier_s)
+        exact = ModeForecast(mode=self._mode, step_s=computing_s + reducing_s, computing_s=computing_s)
+        texts = [_describe_candidate(exact, self._batch_samples)]
+        wires = mode_forecast.forecast_wires(exact, reducing_s, self._predicted_s, self._table.wires)
+        best, more = _fastest_within(exact, wires, self._max_increase, self._batch_samples)
+        return best.wire, reason + _explain_choice(best, [*texts, *(more or [_NO_WIRES])])
+
+    def _computing_s(self, speeds: Sequence[Speed]) -> float:
+        """Return the seconds of computing in a step."""
+        equal = [Speed(s_per_sample=1.0)] * len(speeds)
+        shares = balancing.apportion(self._batch_samples, speeds if self._mode == modes.BALANCED else equal)
+        return balancing.slowest_compute_s(shares, speeds)
+
+
+def _speeds_of_members(members: Sequence[Mapping[str, Any]]) -> list[Speed] | None:
+    """Return the members' speeds in training, or else in trials; of those without either, that of a typical one.
+
+    None if none is known.
+    """
+    found = [
+        Speed.of_numbers(each["speed"]) if each["speed"] is not None else _speed_in_trial(each.get("trial_s"))
+        for each in members
+    ]
+    known = sorted((each for each in found if each is not None), key=lambda each: each.s_per_sample)
+    return [each or known[len(known) // 2] for each in found] if known else None
+
+
+def _speed_in_trial(trial_s: float | None) -> Speed | None:
+    return Speed(s_per_sample=trial_s) if trial_s else None
+
+
+def _waiting_part(members: Sequence[Mapping[str, Any]], predicted_s: float | None) -> float:
+    """Return the part of an allreduce for which a step waits, as measured in the last generation; 1 if it was not.
+
+    The least time of all members counts: the others wait for the slowest member too. It is above 1 where allreduces
+    take longer than predicted.
+    """
+    waited_s = [each["exchange_s"] for each in members if each["exchange_s"] > 0]
+    return min(waited_s) / predicted_s if waited_s and predicted_s else 1.0
+
+
+def _explain_bound(max_increase: float) -> str:
+    """Return a bound on the loss in words, as the end of a sentence."""
+    return f"; up to {100 * max_increase:.3g} % more loss at equal samples is allowed"
+
+
+def _explain_choice(best: ModeForecast, texts: Sequence[str]) -> str:
+    gain = f"{mode_forecast.MIN_INEXACT_GAIN:.0%}"
+    return f", for a gain of {gain} or more; predicted: {'; '.join(texts)}; chosen: {best.name}"
 
 
 def _forecast_wires(

@@ -18,6 +18,7 @@ from ringweave.training.elastic.recovery import (
     replay_reduction,
 )
 from ringweave.training.elastic.retained_reductions import Commit, ReductionRow, RetainedReduction, SumBuffers
+from ringweave.training.elastic.wire_choice import WireChoice
 
 LAYOUT = [[3, "float32", "cpu"], [2, "float64", "cpu"]]
 MEMBER = "2.1"
@@ -26,7 +27,7 @@ MEMBER = "2.1"
 class Crew:
     """Notes in which order its script comes to what."""
 
-    wire = "exact"
+    wires = WireChoice()
 
     def __init__(self) -> None:
         self.seen: list[Any] = []

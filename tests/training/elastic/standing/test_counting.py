@@ -14,6 +14,7 @@ from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.training.elastic.commit import _PreparedCommit
 from ringweave.training.elastic.retained_reductions import Commit, FetchOnceBroadcast, ReductionRow, RetainedReduction
 from ringweave.training.elastic.session import ElasticSession
+from ringweave.training.elastic.wire_choice import WireChoice
 
 NOTE = '{"store": "127.0.0.1 9"}'
 PATIENCE_S = 60.0
@@ -40,7 +41,7 @@ class Groups:
 
 
 class Crew:
-    wire = "exact"
+    wires = WireChoice()
 
     is_between_steps = supports_replay = True
 

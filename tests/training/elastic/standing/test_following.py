@@ -14,6 +14,7 @@ from ringweave.training.elastic import recovery, retained_reductions
 from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.training_state import StateRead
+from ringweave.training.elastic.wire_choice import WireChoice
 from tests.polling import wait_until
 
 # Longer than a file should be: the doubles are a third of it, and every test here follows with them.
@@ -75,7 +76,7 @@ class Work:
 class Crew:
     """Reads the state as the test says."""
 
-    wire = "exact"
+    wires = WireChoice()
 
     is_between_steps = supports_replay = True
     state_address = "127.0.0.1 9"
