@@ -1,6 +1,7 @@
 """The transport between two ranks, both in this process: real sockets, threads as ranks."""
 
 import contextlib
+import functools
 import os
 import resource
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
+from ringweave.comm.transport import sockets
 from ringweave.comm.transport.connect import open_listeners
 from ringweave.comm.transport.interface import MismatchError, TransferFailedError
 from ringweave.comm.transport.sockets import MIN_STREAM_BYTES, SocketTransport, TcpConnection, ThreadedConnection
@@ -169,6 +172,11 @@ def test_messages_arrive_whole_and_in_order_whatever_the_kernel_takes_of_them(
     assert [bytes(piece) for piece in arrived] == contents
 
 
+few_bytes_wake = functools.partial(mock.patch.multiple, sockets, MIN_WAKEUP_BYTES=20, MAX_WAKEUP_BYTES=100)
+"""Messages of tens of bytes are large."""
+
+
+@few_bytes_wake()
 @given(
     st.lists(st.integers(0, 300), min_size=1, max_size=20),
     st.lists(st.sampled_from([0, 16, 50, 100, 150]), max_size=100),
@@ -177,7 +185,7 @@ def test_messages_arrive_whole_and_in_order_whatever_the_kernel_takes_of_them(
 def test_no_message_waits_for_more_than_its_own_rest(sizes: list[int], limits: list[int], window: int) -> None:
     pipe = Pipe(limits)
     sender = TcpConnection(1, cast(Any, pipe))
-    receiver = TcpConnection(0, cast(Any, pipe), wakeup_bytes=100)
+    receiver = TcpConnection(0, cast(Any, pipe))
     handles: list[Any] = []
     num_sent = 0
     while len(handles) < len(sizes) or not handles[-1].done:
@@ -194,10 +202,10 @@ def test_no_message_waits_for_more_than_its_own_rest(sizes: list[int], limits: l
     assert not pipe.content
 
 
+@few_bytes_wake()
 def test_a_large_message_wakes_for_its_header_and_then_for_large_parts() -> None:
     pipe = Pipe([26])  # the header and ten bytes leave first
-    sender = TcpConnection(1, cast(Any, pipe))
-    receiver = TcpConnection(0, cast(Any, pipe), wakeup_bytes=100)
+    sender, receiver = TcpConnection(1, cast(Any, pipe)), TcpConnection(0, cast(Any, pipe))
     receiver.receive(bytearray(250), TAG)
     assert pipe.low_water == 1
     sender.send(bytes(250), TAG)
@@ -208,13 +216,26 @@ def test_a_large_message_wakes_for_its_header_and_then_for_large_parts() -> None
     pipe.limits = [160]
     receiver.read()
     assert pipe.low_water == 80, "what is left"
-    for number in range(1, 9):
+    sender.write()
+    receiver.read()
+    receiver.receive(bytearray(250), TAG + 1)
+    assert pipe.low_water == 1, "the next header"
+
+
+@few_bytes_wake()
+def test_a_header_wakes_also_after_a_system_call_that_took_all_that_was_there() -> None:
+    pipe = Pipe([100])
+    sender, receiver = TcpConnection(1, cast(Any, pipe)), TcpConnection(0, cast(Any, pipe))
+    for number in range(9):
         receiver.receive(bytearray(250), TAG + number)
+    sender.send(bytes(250), TAG)
+    receiver.read()
+    assert pipe.low_water == 100
     for number in range(1, 8):
         sender.send(bytes(250), TAG + number)
     sender.write()
     receiver.read()
-    assert pipe.low_water == 1, "the next header, also where a system call took all that was there"
+    assert pipe.low_water == 1
 
 
 def test_small_messages_that_wait_go_together() -> None:

@@ -86,6 +86,8 @@ class TcpMessage:
             self.left[0] = self.left[0][num_bytes:]
 
 
+MIN_WAKEUP_BYTES, MAX_WAKEUP_BYTES = 16 << 10, 512 << 10
+"""Rest of a message that is worth a system call of its own; part of one that is copied while more of it arrives."""
 _MAX_MESSAGES_PER_CALL = 8
 """Messages that one system call moves: small pieces cost less, and a call has a limited number of buffers."""
 
@@ -101,8 +103,7 @@ def _take_messages(queue: collections.deque[TcpMessage]) -> tuple[list[memoryvie
 class TcpConnection:
     """Connection to one peer: its socket and queued messages."""
 
-    def __init__(self, peer: int, sock: socket.socket, wakeup_bytes: int = 1) -> None:
-        """`wakeup_bytes`: the kernel reports that data arrived once so much of a message is there, or its rest."""
+    def __init__(self, peer: int, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setblocking(False)
         self.peer = peer
@@ -110,8 +111,8 @@ class TcpConnection:
         self.watched = 0
         self._num_decrypted: Callable[[], int] | None = getattr(sock, "pending", None)
         """Bytes that TLS has decrypted and nobody has taken; None for a plain connection."""
-        self._wakeup_bytes = wakeup_bytes if self._num_decrypted is None else 1
         self._low_water = 1
+        """Bytes that the kernel has to have before it wakes this end."""
         self._outgoing: collections.deque[TcpMessage] = collections.deque()
         self._incoming: collections.deque[TcpMessage] = collections.deque()
 
@@ -197,10 +198,11 @@ class TcpConnection:
 
     def _set_low_water(self) -> None:
         """Have the kernel wake this end for the next header, but not for each packet of what follows it."""
-        if self._wakeup_bytes == 1 or not self._incoming:
+        if self._num_decrypted is not None or not self._incoming:
             return
         message = self._incoming[0]
-        low_water = 1 if message.header_missing else min(self._wakeup_bytes, message.num_left)
+        is_short = message.header_missing or message.num_left < MIN_WAKEUP_BYTES
+        low_water = 1 if is_short else min(MAX_WAKEUP_BYTES, message.num_left)
         if low_water != self._low_water:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
             self._low_water = low_water
@@ -221,7 +223,7 @@ class ThreadedConnection(TcpConnection):
     """Further connection to a peer, whose bytes another thread moves."""
 
     def __init__(self, peer: int, sock: socket.socket, mover: "ConnectionThread") -> None:
-        super().__init__(peer, sock, WAKEUP_BYTES)
+        super().__init__(peer, sock)
         self._mover = mover
 
     def send(self, piece: Any, tag: int) -> TcpMessage:
@@ -317,9 +319,6 @@ def _check_header(message: TcpMessage) -> None:
 SPLIT_COST_S = 30e-6
 """Cost of splitting a message, a system call at each end. The fastest rail alone carries a message that would be later
 by at most this much."""
-WAKEUP_BYTES = 512 << 10
-"""Part of a message that is worth waking up for, where a peer has several connections by a rail: on links so fast a
-wake-up for each packet costs a fifth of the time (docs/notebook/2026-11.md)."""
 MIN_STREAM_BYTES = 128 << 10
 """Part of a message that is worth waking the thread of another connection of the same rail."""
 
@@ -630,13 +629,13 @@ class SocketTransport:
             return
         rates = self._connection_manager.rail_rates(peer)
         num_streams = len(socks) // len(rates)
-        rails = [self._make_end(peer, sock, index % num_streams, num_streams) for index, sock in enumerate(socks)]
+        rails = [self._make_end(peer, sock, index % num_streams > 0) for index, sock in enumerate(socks)]
         several = len(rails) > 1
         self._add_connection(RailedConnection(peer, rails, rates, num_streams) if several else rails[0], rails)
 
-    def _make_end(self, peer: int, sock: socket.socket, stream: int, num_streams: int) -> TcpConnection:
-        if stream == 0:
-            return TcpConnection(peer, sock, WAKEUP_BYTES if num_streams > 1 else 1)
+    def _make_end(self, peer: int, sock: socket.socket, has_thread: bool) -> TcpConnection:
+        if not has_thread:
+            return TcpConnection(peer, sock)
         if self._mover is None:
             self._mover = ConnectionThread()
             self._poller.register(self._mover.progress, select.EPOLLIN)
