@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from ringweave.accept_limits import connection_id
 from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
 from ringweave.comm.transport import connect
 from ringweave.comm.transport.connect import ConnectionManager, open_listeners
@@ -44,7 +45,7 @@ def caller(switchboard: ConnectionManager, data: bytes) -> tuple[int, connect.Co
     ours.setblocking(False)
     theirs.sendall(data)
     theirs.close()
-    known._pending[ours.fileno()] = connect._PendingConnection(ours)
+    known._pending[ours.fileno()] = connect._PendingConnection(ours, connection_id(ours))
     with ours:
         while known._pending:
             said = known.wait_hello(60.0)
