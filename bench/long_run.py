@@ -220,7 +220,7 @@ def started(
         try:
             yield process
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # not SIGINT, which is ignored below nohup
 
 
 def submit(environ: Mapping[str, str]) -> Path:

@@ -20,7 +20,6 @@ import itertools
 import json
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -150,7 +149,7 @@ def served(folder: Path, num_ranks: int, per_node: int) -> Iterator[str]:
         finally:
             ended.set()
             thread.join()
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # not SIGINT, which is ignored below nohup
             os.close(descriptor)
 
 

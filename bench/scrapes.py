@@ -12,7 +12,6 @@ there were fewer scrapes than two thirds of the seconds, or if promtool finds so
 import argparse
 import contextlib
 import json
-import signal
 import socket
 import subprocess
 import sys
@@ -72,7 +71,7 @@ def exported(run: Path, port: int) -> Iterator[None]:
         try:
             yield
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # not SIGINT, which is ignored below nohup
 
 
 def wait_for_run(process: "subprocess.Popen[bytes]", run: Path) -> None:

@@ -6,6 +6,8 @@ import http.client
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
@@ -14,10 +16,12 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.registry import Collector
 
 from ringweave import http_servers
 from ringweave.accept_limits import ConnectionLimiter
+from ringweave.errors import LaunchError
 from ringweave.http_servers import HTTP_LIMITS, ThreadedHttpServer
 from ringweave.page.page_server import PageServer
 from ringweave.platforms.kubernetes import operator
@@ -279,3 +283,25 @@ def test_a_server_goes_on_where_the_system_had_no_thread(
         assert serving.limiter.num_pending == 0
     assert len(caplog.messages) == 1
     assert caplog.messages[0].endswith("refused: can't start new thread. Raise ulimit -u, or pids.max.")
+
+
+class Unreadable(Collector):
+    """Metrics of a platform that does not answer."""
+
+    def collect(self) -> Iterator[Metric]:
+        raise LaunchError("platform: no answer, expected its jobs. Ask again.")
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+
+def test_a_scrape_is_told_why_there_are_no_metrics(capfd: pytest.CaptureFixture[str]) -> None:
+    registry = CollectorRegistry()
+    registry.register(Unreadable())
+    server = MetricsServer(registry, 0)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics")
+    assert (caught.value.code, b"no answer, expected its jobs" in caught.value.read()) == (503, True)
+    caught.value.close()
+    server.close()
+    assert capfd.readouterr().err == ""

@@ -66,7 +66,7 @@ class ThreadedHttpServer(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print an error of a request; none of a connection that its caller has ended, or that was cut."""
-        if not isinstance(sys.exc_info()[1], OSError):
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
     def close_request(self, request: Any) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -97,3 +98,19 @@ def test_ours_that_needs_an_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(registry.BUILT_IN_PLATFORMS, "kubernetes", "nosuch.module:f")
     with pytest.raises(LaunchError, match=r"Install it with pip install 'ringweave\[kubernetes\]', or choose"):
         registry.open_platform("kubernetes", {})
+
+
+def test_what_logs_have_got_comes_in_pieces_however_much_it_is(tmp_path: Path) -> None:
+    content = b"".join(b"step %d\n" % number for number in range(200_000)) + b"unfinished"
+    log = tmp_path / "rank-0.log"
+    log.write_bytes(content)
+    positions: dict[str, str] = {}
+    read = b""
+    for most in (1_000_000, 100, len(content)):
+        pieces = list(api.read_new_text([("n0/1/1/0", log)], positions, most))
+        assert max(len(text) for _, _, text in pieces) < api.PIECE_BYTES + 100
+        assert sum(len(text) for _, _, text in pieces) < most + 100
+        positions["n0/1/1/0"] = pieces[-1][1]
+        read += b"".join(text for _, _, text in pieces)
+    assert read == content
+    assert list(api.read_new_text([("n0/1/1/0", log)], positions)) == []

@@ -5,7 +5,9 @@ import itertools
 import json
 import random
 import shutil
+import signal
 import subprocess
+import sys
 import time
 import urllib.parse
 import urllib.request
@@ -18,6 +20,7 @@ from typing import Any
 import pytest
 
 from ringweave import telemetry
+from ringweave.cli import export
 from ringweave.cli.export import ExportedEvents, follow_run
 from ringweave.errors import LaunchError, UsageError
 from ringweave.jobs.states import JobState
@@ -27,6 +30,7 @@ from ringweave.page.run_source import JobReader
 from ringweave.platforms.api import LogLine
 from ringweave.telemetry import exporters
 from ringweave.telemetry.run_metrics import COUNTER, METRICS, RunMetrics
+from tests.ending import ended
 from tests.page import synthetic
 from tests.page.test_run_model import OtherPlatform, event_lines
 from tests.polling import wait_until
@@ -72,9 +76,11 @@ class KeptEvents(exporters.Exporter):
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
+        self.most_at_once = 0
 
     def export(self, events: Any) -> None:
         self.seen.extend(events)
+        self.most_at_once = max(self.most_at_once, len(events))
 
     def close(self) -> None: ...
 
@@ -94,6 +100,54 @@ def test_a_run_that_goes_on_is_followed_to_its_end(tmp_path: Path) -> None:
     follow_run(reader, metrics, [target], sleep)
     assert target.seen == events
     assert metrics.by_rank()["7"]["steps"] == 300
+
+
+def test_however_much_there_is_to_catch_up_with_few_events_are_in_memory(tmp_path: Path) -> None:
+    """Also those of several nodes come by their times: waits are told from communication by those of all ranks."""
+    for rank in range(2):
+        folder = tmp_path / f"n{rank}" / "1" / "round-1"
+        folder.mkdir(parents=True)
+        windows = [window(rank, number, exchange_s=1.0 + rank) for number in range(3 * export.MAX_BATCH)]
+        write_events(folder, [{**each, "time": 10.0 * number + rank} for number, each in enumerate(windows)])
+    metrics, target = RunMetrics(), KeptEvents()
+    reader = JobReader(OtherPlatform("local", str(tmp_path), JobState.SUCCEEDED), "job")
+    follow_run(reader, metrics, [target])
+    times = [event["time"] for event in target.seen]
+    assert len(times) == 6 * export.MAX_BATCH
+    assert times == sorted(times)
+    assert target.most_at_once <= export.MAX_BATCH
+    waits = {rank: row["wait_s"] for rank, row in metrics.by_rank().items()}
+    assert waits == {"0": 0.0, "1": 3.0 * export.MAX_BATCH}
+
+
+def test_a_log_that_cannot_be_read_keeps_nothing_of_the_others_back(tmp_path: Path) -> None:
+    for rank in range(2):
+        folder = tmp_path / f"n{rank}" / "1" / "round-1"
+        folder.mkdir(parents=True)
+        write_events(folder, [window(rank, number) for number in range(3)])
+    broken = tmp_path / "n1" / "1" / "round-1" / "events.jsonl"
+    broken.unlink()
+    broken.mkdir()
+    metrics, target = RunMetrics(), KeptEvents()
+    exported = ExportedEvents(metrics, [target])
+    reader = JobReader(OtherPlatform("local", str(tmp_path), JobState.RUNNING), "job")
+    with pytest.raises(IsADirectoryError):
+        reader.feed(exported)
+    exported.export()
+    assert [event["rank"] for event in target.seen] == [0, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_sigterm_ends_an_export_also_where_sigint_is_ignored(tmp_path: Path) -> None:
+    run, curves = synthetic.write_run(tmp_path / "run", 2, 100, outcome="done"), tmp_path / "curves"
+    words = ["export", str(run), "--prometheus", "0", "--tensorboard", str(curves), "--keep-serving"]
+    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-m", "ringweave", *words]
+    with ended(subprocess.Popen(command, text=True)) as process:
+        wait_until(lambda: any(curves.glob("*")) or process.poll() is not None)
+        process.send_signal(signal.SIGINT)
+        process.terminate()
+        assert process.wait(60) == 0
 
 
 def last_round(lines: list[LogLine]) -> list[dict[str, Any]]:

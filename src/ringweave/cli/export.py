@@ -1,5 +1,6 @@
 """`ringweave export`: reads the events of a run, while it goes on or afterwards, and feeds exporters with them."""
 
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,20 +11,23 @@ import click
 from ringweave.cli import job_options
 from ringweave.cli.echo import echo
 from ringweave.errors import UsageError, printable
-from ringweave.page.run_source import JobReader
+from ringweave.page.run_source import MAX_WAITING_LINES, JobReader
 from ringweave.telemetry import Event, exporters
 from ringweave.telemetry.exporters import Exporter
 from ringweave.telemetry.run_metrics import RunMetrics
 
 POLL_S = 1.0
 """Time between two looks at the events."""
+MAX_BATCH = 1000
+"""Events that are in memory at once, however many there are to catch up with. Files of several nodes are read together,
+by the times of their events."""
 
 
 class ExportedEvents:
     """Feeds exporters with the events of a job, in batches by their times; sums are of its newest attempt or round."""
 
-    def __init__(self, metrics: RunMetrics, targets: Sequence[Exporter]) -> None:
-        self._metrics, self._targets = metrics, targets
+    def __init__(self, metrics: RunMetrics, targets: Sequence[Exporter], max_batch: int = MAX_BATCH) -> None:
+        self._metrics, self._targets, self._max_batch = metrics, targets, max_batch
         self._events: list[Event] = []
 
     def begin_attempt(self, round_: int | None = None) -> None:
@@ -35,6 +39,8 @@ class ExportedEvents:
     def add(self, event: Event) -> None:
         """Add an event to the next batch."""
         self._events.append(event)
+        if len(self._events) >= self._max_batch:
+            self.export()
 
     def export(self) -> bool:
         """Export the batch; return whether there were events in it."""
@@ -50,7 +56,8 @@ def follow_run(
     reader: JobReader, metrics: RunMetrics, targets: Sequence[Exporter], sleep: Callable[[float], None] = time.sleep
 ) -> None:
     """Feed the exporters until the run is over and all of its events are read."""
-    exported = ExportedEvents(metrics, targets)
+    # From elsewhere the events of one node come after those of another, and are put in order by the batch alone.
+    exported = ExportedEvents(metrics, targets, MAX_BATCH if reader.has_files else MAX_WAITING_LINES)
     if not reader.has_files:
         reader.follow_logs(events_only=True)
     while True:
@@ -113,8 +120,9 @@ def command(  # noqa: PLR0913, PLR0917 - one for each option
 
 @contextmanager
 def _opened(made: Sequence[Callable[[], Exporter]]) -> Iterator[list[Exporter]]:
-    """Make the exporters, and close them all; Ctrl-C ends the export, not the run."""
+    """Make the exporters, and close them all; Ctrl-C and SIGTERM end the export, not the run."""
     targets: list[Exporter] = []
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         targets += (make() for make in made)
         yield targets
@@ -123,3 +131,4 @@ def _opened(made: Sequence[Callable[[], Exporter]]) -> Iterator[list[Exporter]]:
     finally:
         for target in targets:
             target.close()
+        signal.signal(signal.SIGTERM, before)

@@ -1,6 +1,7 @@
 """Source of a page: reads a job's state, the events of its run directories, and the output of its workers."""
 
 import contextlib
+import heapq
 import math
 import queue
 import re
@@ -209,7 +210,10 @@ class JobReader:
         return run_directory.view_run(self.directory, self._name, submission.os_user())
 
     def _read_news(self) -> Iterator[tuple[int, bool, Event]]:
-        """Yield (number of the attempt, whether it is a job's round, event) of what is new, earlier rounds first."""
+        """Yield (number of the attempt, whether it is a job's round, event) of what is new.
+
+        Earlier rounds come first; the events of all nodes in a round, as far as they are in files, come by their times.
+        """
         with contextlib.suppress(queue.Empty):
             while not self.has_files:
                 line = self._streamed.get_nowait()
@@ -217,18 +221,28 @@ class JobReader:
                     self._begin_replay()
                 else:
                     yield from self._parse_streamed(line)
-        for path in filter(self._is_read, self._event_files()):
-            match = _ROUND_FOLDER.search(str(path))
+        errors = list[Exception]()
+        logs = [self._read_log(path, errors) for path in self._event_files() if self._is_read(path)]
+        yield from heapq.merge(*logs, key=lambda news: (news[0], news[2]["time"]))  # one event of each is in memory
+        if errors:
+            raise errors[0]
+
+    def _read_log(self, path: Path, errors: list[Exception]) -> Iterator[tuple[int, bool, Event]]:
+        """Yield what is new in an event log; an error ends it, and is added to `errors`, for the others go on."""
+        match = _ROUND_FOLDER.search(str(path))
+        try:
             if match is None:
                 for event in self._tails.setdefault(path, telemetry.EventTail(path, self.unread)).iter_new():
                     yield self._attempt + (event["kind"] == "run_started"), False, event
-                continue
+                return
             key = match[1], int(match[2]), int(match[3])
             unread = None if key in self._places else self.unread  # counted when they came from elsewhere
             place = self._places.setdefault(key, _EventLogPlace())
             for event in self._tails.setdefault(path, telemetry.EventTail(path, unread)).iter_new():
                 if place.is_new(event):
                     yield key[2], True, event
+        except (OSError, RingweaveError) as error:
+            errors.append(error)
 
     def _parse_streamed(self, line: LogLine) -> Iterator[tuple[int, bool, Event]]:
         if line.round < self._attempt:

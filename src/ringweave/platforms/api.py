@@ -355,6 +355,7 @@ class Platform(abc.ABC):
 
 FOLLOW_INTERVAL_S = 0.2
 """Time between two polls of logs that may grow."""
+PIECE_BYTES = 2**18
 MAX_READ_BYTES = 4 * 2**20
 """Text of a log, and of all logs of another host, that is read at a time."""
 EVENTS = "events"
@@ -388,15 +389,20 @@ def read_new_text(
 ) -> Iterator[NewText]:
     """Yield the text that logs have got since the given positions, at most so many bytes of each; the rest comes later.
 
+    It comes in pieces: what is made of one is all that is in memory, however much there is to catch up with.
     A log that has been removed with its job has none.
     """
     for name, path in logs:
         cursor = rotation.parse_cursor(positions[name]) if name in positions else rotation.LOG_START
-        reader, text = rotation.LineReader(path, cursor=cursor), bytearray()
+        reader, text, num_left = rotation.LineReader(path, cursor=cursor), bytearray(), max_bytes
         for line in reader.read_new(at_end=True) if max_bytes > 0 else ():
             text += line
-            if len(text) >= max_bytes:
-                break
+            if len(text) >= min(PIECE_BYTES, num_left):
+                num_left -= len(text)
+                yield name, str(reader.cursor), bytes(text)
+                text.clear()
+                if num_left <= 0:
+                    break
         if text:
             yield name, str(reader.cursor), bytes(text)
 

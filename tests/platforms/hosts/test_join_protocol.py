@@ -1,6 +1,8 @@
 """Tokens of joining hosts: their text, the check of the server, and seats that are given once, whoever leads."""
 
+import contextlib
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -584,6 +586,23 @@ def test_a_connection_that_says_nothing_is_cut(desk: Desk) -> None:
         client.close()
     finally:
         listener.close()
+
+
+def test_a_caller_that_resets_its_connection_keeps_no_other_from_being_cut(desk: Desk) -> None:
+    now_s = [0.0]
+    listener, port = listening(desk, lambda: now_s[0])
+    with socket.create_server(("127.0.0.1", 0)) as other, contextlib.ExitStack() as stack:
+        stack.callback(listener.close)
+        resets = socket.create_connection(other.getsockname())
+        held = stack.enter_context(other.accept()[0])  # as by a refusal that waits: it is not read
+        listener._authentication._sockets.append((0.0, held))
+        client = RpcClient.connect("127.0.0.1", port, JoinerAuthentication(TOKEN.authority_key), role=HOST_ROLE)
+        resets.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        resets.close()
+        now_s[0] = join_protocol.CONNECTION_LIFETIME_S + 1.0
+        listener.cut_late()
+        wait_until(lambda: client.failure is not None)
+        client.close()
 
 
 def test_a_joiner_can_call_nothing_else(desk: Desk) -> None:

@@ -7,6 +7,7 @@ leaves it: the entry keeps the digest of the proof, and the host's credentials e
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -470,7 +471,8 @@ class JoinListenerAuthentication:
         with self._lock:
             for then_s, sock in self._sockets:
                 if sock.fileno() >= 0 and self._clock() - then_s > CONNECTION_LIFETIME_S:
-                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
+                    with contextlib.suppress(OSError):  # its caller has reset it while a refusal waits
+                        socket.socket.shutdown(sock, socket.SHUT_RDWR)
             self._sockets = [each for each in self._sockets if each[1].fileno() >= 0]
 
     def _count_attempt(self, address: str) -> None:
