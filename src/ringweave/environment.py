@@ -141,6 +141,11 @@ class WorkerEnvironment:
             ports=ports_of_environ(environ),
         )
 
+    @property
+    def describes_links(self) -> bool:
+        """A cluster file of the user describes the links."""
+        return self.cluster_path is not None and not self.probes_described
+
     def to_environ(self) -> dict[str, str]:
         """Return the environment variables; absent values are left out."""
         pairs = {

@@ -20,6 +20,7 @@ from ringweave.errors import TrainingError
 from ringweave.planning import balancing
 from ringweave.planning.balancing import Speed
 from ringweave.planning.balancing.epochs import Indices
+from ringweave.topology import Cluster
 
 Site = tuple[int, ...]
 """Global ranks of a site, in order."""
@@ -30,7 +31,8 @@ MIN_RATE_GAP = 4.0
 rates of one kind of link differ by less."""
 UNKNOWN_SITES = (
     "each node is a site: neither switches and NICs of a cluster file nor measured links tell nodes apart; an elastic "
-    "job measures none. Describe the links (with --hosts, a cluster file), or name the sites in Local(sites=...)"
+    "job measures none, and takes what a run without --elastic has measured between these nodes in the last day. "
+    "Describe the links (with --hosts, a cluster file), or name the sites in Local(sites=...)"
 )
 FIRST_INNER_STEPS = 16
 """Inner steps of the first rounds, if they are derived: no exchange has been measured yet."""
@@ -149,6 +151,17 @@ def group_nodes_by_rate(nodes: Sequence[str], rate_between: Callable[[str, str],
                 across_bytes_per_s=max(across),
             )
     return best
+
+
+def group_nodes_by_links(
+    nodes: Sequence[str], cluster: Cluster, rates_bytes_per_s: Mapping[str, float]
+) -> MeasuredSites | None:
+    """Return the sites of nodes of a cluster by the measured rates of its links, as `group_nodes_by_rate` does."""
+
+    def rate_between(a: str, b: str) -> float:
+        return min(rates_bytes_per_s[link] for link in (*cluster.route(a, b), *cluster.route(b, a)))
+
+    return group_nodes_by_rate(nodes, rate_between)
 
 
 def sites_of(named: Sequence[Sequence[int]] | None, ranks: Sequence[Mapping[str, Any]]) -> tuple[Site, ...]:

@@ -252,6 +252,8 @@ def _elastic_wire(
     is_mode_open = modes.is_undecided(script.mode, environment.mode, 2)
     if script.max_loss_increase is None or not (is_mode_open or script.wire == AUTO_WIRE):
         return script, reason, WireChoice(script.wire)
+    if is_mode_open:
+        reason += "; an elastic job does not choose modes local and ps-hra: name them"
     script = dataclasses.replace(script, wire=EXACT) if script.is_wire_open else script
     if not script.is_wire_open or modes.has_server(mode, is_elastic=True):
         return script, f"{reason}; an elastic job has no choice within a bound in mode {mode}", WireChoice(script.wire)
@@ -437,15 +439,10 @@ def _find_measured_sites(environment: WorkerEnvironment) -> MeasuredSites | None
     group = dist.group.WORLD
     if not isinstance(group, RingweaveProcessGroup) or group.measured_network is None:
         return None
-    if environment.cluster_path is not None and not environment.probes_described:
+    if environment.describes_links:
         return None
-    cluster, rates = group.measured_network.cluster(), group.measured_network.link_rates
     names = list(dict.fromkeys(each.location.node for each in group.members.ranks))
-
-    def rate_between(a: str, b: str) -> float:
-        return min(rates[link] for link in (*cluster.route(a, b), *cluster.route(b, a)))
-
-    return sites.group_nodes_by_rate(names, rate_between)
+    return sites.group_nodes_by_links(names, group.measured_network.cluster(), group.measured_network.link_rates)
 
 
 def _prepare_sites(

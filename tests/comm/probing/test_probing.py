@@ -207,6 +207,18 @@ def test_nothing_is_measured_where_there_is_a_file_or_no_network_or_nobody_wants
     assert WorkerEnvironment.from_environ({"RINGWEAVE_PROBE": "always"}).probes_described
 
 
+def test_a_generation_on_hosts_takes_what_an_earlier_run_has_kept_and_measures_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RINGWEAVE_FINDINGS", str(tmp_path))
+    elastic = WorkerEnvironment(cluster_path=Path("x"), probes_described=True, coordinators=(("127.0.0.1", 9),))
+    ranks, store = group(2), HashStore()
+    assert measure.measurement_for_group(store, ranks[0], SOON, elastic) is None
+    kept = replace(FOUND, time=time.time() - 60)
+    MeasurementCache(tmp_path).put(measure.group_hosts(ranks[0]), kept)
+    assert [measure.measurement_for_group(store, each, SOON, elastic) for each in ranks] == [kept, None]
+
+
 @pytest.mark.slow
 def test_what_is_measured_is_told_of_and_kept_on_every_node(tmp_path: Path) -> None:
     ranks, store, said = group(2, ranks_a_node=2), HashStore(), []

@@ -53,9 +53,9 @@ def test_a_config_of_another_ringweave_is_refused_and_both_formats_are_named(
 
 @pytest.mark.parametrize(
     ("changes", "probe"),
-    [({}, "always"), ({"cluster": "x"}, None), ({"between_hosts": False}, None), ({"min_workers": 5}, None)],
+    [({}, "always"), ({"cluster": "x"}, None), ({"between_hosts": False}, None), ({"min_workers": 5}, "always")],
 )
-def test_links_at_assumed_rates_are_measured_between_hosts_but_not_after_losses(
+def test_workers_between_hosts_know_that_rates_are_assumed(
     config: JobConfig, tmp_path: Path, changes: dict[str, Any], probe: str | None
 ) -> None:
     if "cluster" in changes:

@@ -205,9 +205,9 @@ def test_an_elastic_job_without_a_server_chooses_its_format(mode: str, resolved:
     environment = WorkerEnvironment.from_environ({"RINGWEAVE_MEMBER": "1.0"})
     script = elastic_script(mode, wire, is_wire_open=wire in ("exact", "auto"))
     found, reason, wires = preparation._elastic_wire(script, resolved, "first reason", environment)
-    is_refused = mode == "local" and wire == "auto"
-    text = "; an elastic job has no choice within a bound in mode local"
-    assert reason == "first reason" + text * is_refused
+    of_mode = "; an elastic job does not choose modes local and ps-hra: name them" * (mode == "auto")
+    of_wire = "; an elastic job has no choice within a bound in mode local" * (mode == "local" and wire == "auto")
+    assert reason == f"first reason{of_mode}{of_wire}"
     assert wires.is_open == is_open
     assert wires.latest == found.wire == ("exact" if wire == "auto" else wire)
     trial_s = wires.status_details().get("trial_s")

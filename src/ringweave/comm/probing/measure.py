@@ -344,17 +344,24 @@ def measurement_for_group(
 
     Returns:
         The measurement, on the first rank of the group; None on all others, where a file describes the network, where
-            there is none, and where the measurement failed.
+            there is none, in an elastic job on hosts, and where the measurement failed.
     """
-    is_described = environment.cluster_path is not None and not environment.probes_described
-    if is_described or not environment.probes or not can_probe(group):
+    if environment.describes_links or not environment.probes or not can_probe(group):
         return None  # the same on all ranks, because its inputs are
+    if environment.probes_described and environment.coordinators:
+        return kept_measurement(group_hosts(group)) if group.group_rank == 0 else None
     return find_or_measure(store, group, min(timeout, _GROUP_TIMEOUT))
 
 
 def _print_status(text: str) -> None:
     """Print a status line; logs show only warnings by default."""
     print(f"ringweave: {text}", file=sys.stderr, flush=True)
+
+
+def kept_measurement(hosts: Sequence[NodeSpec]) -> NetworkMeasurement | None:
+    """Return the measurement of these nodes that this node has kept in the last day, if there is one."""
+    folder = network_measurement.default_cache_folder()
+    return network_measurement.process_cache(folder).get(hosts, time.time())
 
 
 def find_or_measure(

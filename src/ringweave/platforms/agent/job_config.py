@@ -304,8 +304,7 @@ def node_worker_group(
     options = config.worker_options
     common = WorkerEnvironment(
         cluster_path=run_dir.cluster_file,
-        # Not in elastic jobs: a group that forms after a loss cannot wait for it.
-        probes_described=config.cluster is None and config.between_hosts and config.min_workers is None,
+        probes_described=config.cluster is None and config.between_hosts,
         run_dir=run_dir.root,
         mode=None if config.mode == "auto" else config.mode,
         data=config.data,

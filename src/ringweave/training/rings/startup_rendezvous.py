@@ -16,6 +16,8 @@ from typing import Any
 
 from ringweave import errors, rpc
 from ringweave.comm import group_info
+from ringweave.comm.probing import measure
+from ringweave.comm.probing.network_measurement import NetworkMeasurement
 from ringweave.environment import WorkerEnvironment
 from ringweave.jobs import modes
 from ringweave.membership.client import CALL_TIMEOUT_S, MembershipClient
@@ -26,6 +28,7 @@ from ringweave.param_server.client import RingClient
 from ringweave.param_server.messages import RingAssignmentReply
 from ringweave.param_server.versions import StalenessPolicy
 from ringweave.planning import sites
+from ringweave.topology.inference.tree import NodeSpec
 from ringweave.training import collectives
 from ringweave.training.elastic import member_details, member_process
 from ringweave.training.mode_choice import forecast
@@ -207,8 +210,9 @@ def assign_ring(
     prospects = forecast.describe_own_rank(
         script.model, script.loader, script.spec, environment, is_needed=is_needed, num_workers=num_workers
     )
-    node = group_info.locate_process(environment, os.environ).node
-    rendezvous = StartupRendezvous(name, {**must_match, "cap": script.max_samples, "node": node, **prospects})
+    place = group_info.locate_process(environment, os.environ)
+    own = {"cap": script.max_samples, "node": place.node, "address": place.address, "nics": sorted(place.nics)}
+    rendezvous = StartupRendezvous(name, {**must_match, **own, **prospects})
     is_late = parse_member_name(name)[1] > 0  # then the server started long ago, or has ended
     client = RingClient(
         connectors, 0, reconnect_timeout_s=_RESTARTED_SEARCH_S if is_late else ring_formation.SERVER_START_TIMEOUT_S
@@ -235,6 +239,31 @@ def assign_ring(
     return AssignedMember(assignment=assignment, num_rings=num_rings, connectors=connectors)
 
 
+def add_measured_sites(
+    profiles: Sequence[WorkerProfile], find_kept: Callable[[Sequence[NodeSpec]], NetworkMeasurement | None]
+) -> Sequence[WorkerProfile]:
+    """Return the profiles, the first one with sites by an earlier measurement of these nodes, if there is one.
+
+    An elastic job measures no links itself, since a generation that forms after a loss cannot wait for it. Runs that do
+    keep what they find for a day, on each node.
+
+    Args:
+        profiles: Profiles of the workers, with `node`, `address` and `nics`.
+        find_kept: Returns the measurement of nodes that this node has kept.
+    """
+    nodes = {each["node"]: each for each in profiles}
+    hosts = [
+        NodeSpec(name=name, address=each["address"], num_devices=1, nics=tuple(each["nics"]))
+        for name, each in nodes.items()
+    ]
+    measured = find_kept(hosts)
+    found = measured and sites.group_nodes_by_links(list(nodes), measured.cluster(), measured.link_rates)
+    if not measured or not found:
+        return profiles
+    text = f"{found}, in an earlier run"
+    return [{**profiles[0], "measured_sites": found.nodes, "measured_sites_text": text}, *profiles[1:]]
+
+
 def _begin_server_job(
     script: Script,
     environment: WorkerEnvironment,
@@ -249,6 +278,8 @@ def _begin_server_job(
     _, reason, rings_by_links = forecast.choose_mode((mode, reason), profiles, settings.rings, is_open=False)
     speeds = relative_speeds(profiles)
     if mode == modes.LOCAL:
+        if not environment.describes_links:
+            profiles = add_measured_sites(profiles, measure.kept_measurement)
         ring_indices = sites.sites_of(script.local.sites, profiles)
         reason += sites.explain_sites(script.local.sites, profiles)
     else:
