@@ -1,0 +1,107 @@
+"""`ringweave scale` on a run on hosts: real services and workers on loopback addresses, and the rules alone."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.small_training import SUM, epoch, prepared
+from tests.platforms.hosts.conftest import FakeHosts
+from tests.platforms.hosts.test_runs import wait_nothing_left
+
+SERVICE = "ringweave.platforms.hosts.service"
+SCRIPT = f"""{prepared()}
+last = pathlib.Path({{last!r}})
+for epoch in loader.epochs(1_000_000):
+    if last.exists() and epoch >= int(last.read_text()):
+        break
+{epoch(indent=4, also="time.sleep(0.01)")}
+    print("epoch", epoch, flush=True)
+{SUM}"""
+
+
+def events_of(hosts: FakeHosts) -> list[dict]:
+    paths = [path for name in hosts.names for path in hosts.run_files(name) if path.name == "events.jsonl"]
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def ranks(hosts: FakeHosts) -> list[int]:
+    """Ranks of the members of the newest generation."""
+    begun = [each for each in events_of(hosts) if each["kind"] == "generation_begun"]
+    newest = max(begun, key=lambda each: (each["term"], each["number"]), default={"members": []})
+    return sorted(int(member.partition(".")[0]) for member in newest["members"])
+
+
+def scale(hosts: FakeHosts, workers: int, host: str | None = None) -> str:
+    done = hosts.ask("scale", "train", "--workers", str(workers), host=host)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refusal(hosts: FakeHosts, workers: int, host: str | None = None) -> str:
+    done = hosts.ask("scale", "train", "--workers", str(workers), host=host)
+    assert (done.returncode, done.stdout) == (2, "")
+    return done.stderr
+
+
+def finish(hosts: FakeHosts, last: Path) -> None:
+    """Let all workers end after the same epoch, which none of them has reached."""
+    logs = [path for name in hosts.names for path in hosts.run_files(name) if path.name.startswith("rank-")]
+    reached = max(int(number) for path in logs for number in re.findall(r"epoch (\d+)", path.read_text()))
+    last.with_suffix(".new").write_text(str(reached + 100))
+    last.with_suffix(".new").rename(last)
+
+
+@pytest.mark.slow
+def test_workers_start_and_leave_on_all_hosts_and_the_number_outlives_the_leader(hosts: FakeHosts) -> None:
+    last = hosts.root / "last"
+    folder = hosts.write_script(SCRIPT.format(last=str(last)))
+    words = ("--hosts", "a,b,c", "--elastic", "1:5", "--name", "train", "--run-dir", "out")
+    command = hosts.start("run", *words, "train.py")
+    hosts.wait(lambda: ranks(hosts) == [0, 1, 2], "three workers train")
+    assert scale(hosts, 5) == "5 workers requested, 3 before; started: rank 3, 4\n"
+    hosts.wait(lambda: ranks(hosts) == [0, 1, 2, 3, 4], "five workers train")
+    started = {each["rank"]: each["node"] for each in events_of(hosts) if each["kind"] == "worker_started"}
+    assert started == {0: "a", 1: "b", 2: "c", 3: "a", 4: "b"}
+    text = "--workers: {}, expected 1 to 5 (--elastic 1:5). Ask for a number within the limits of the run."
+    assert refusal(hosts, 6) == f"ringweave: error: {text.format(6)}\n"
+    assert refusal(hosts, 0, host="b") == f"ringweave: error: {text.format(0)}\n"
+    left = scale(hosts, 1, host="c")
+    assert left == "1 workers requested, 5 before; leaving after the train step: rank 1, 2, 3, 4\n"
+    hosts.kill("a", SERVICE)
+    hosts.wait(lambda: ranks(hosts) == [0], "one worker trains, and two hosts have none")
+    assert hosts.ask("status", "train").stdout.startswith("train: Running")
+    hosts.wait(lambda: hosts.ask("scale", "train", "--workers", "3", host="b").returncode == 0, "a leader")
+    hosts.kill("b", SERVICE)
+    hosts.wait(lambda: ranks(hosts) == [0, 1, 2], "three workers train again")
+    scale(hosts, 2)
+    hosts.wait(lambda: ranks(hosts) == [0, 1], "two workers train, and the last host has none")
+    assert "5 workers requested, 3 before" in hosts.ask("events", "train").stdout
+    finish(hosts, last)
+    output, errors = command.communicate(timeout=300)
+    assert command.returncode == 0, errors
+    sums = {line.split()[0]: line.split()[-1] for line in output.splitlines() if " sum " in line}
+    assert set(sums) == {"[0]", "[1]"}
+    assert len(set(sums.values())) == 1
+    assert json.loads((folder / "out" / "run.json").read_text())["outcome"] == "done"
+    wait_nothing_left(hosts)
+
+
+def test_a_run_that_is_not_elastic_or_has_no_member_is_not_scaled(hosts: FakeHosts) -> None:
+    last = hosts.root / "last"
+    hosts.write_script(f"import os, time\nwhile not os.path.exists({str(last)!r}):\n    time.sleep(0.05)\n")
+    assert hosts.run("run", "--hosts", "a,b", "--name", "train", "--detach", "train.py").returncode == 0
+    expected = "run: 'train', expected a run with --elastic MIN:MAX. Start it again with ringweave run --elastic."
+    assert refusal(hosts, 1) == f"ringweave: error: {expected}\n"
+    last.touch()
+    hosts.wait(lambda: "Succeeded" in hosts.ask("status", "train").stdout, "it ends")
+    hosts.ask("delete", "train")
+    last.unlink()
+    words = ("--hosts", "a,b", "--elastic", "1:2", "--name", "train", "--detach")
+    assert hosts.run("run", *words, "train.py").returncode == 0
+    hosts.wait(lambda: hosts.ask("status", "train").stdout.startswith("train: Running"), "it runs")
+    assert "run: 'no member yet', expected workers that have called ringweave.prepare. " in refusal(hosts, 1)
+    hosts.ask("stop", "train")
+    hosts.wait(lambda: "Stopped" in hosts.ask("status", "train").stdout, "it stops")
+    assert "run: 'train, which ends', expected a run that trains." in refusal(hosts, 1)
