@@ -269,13 +269,10 @@ def scale_answer(before: int, workers: int) -> ScaleAnswer:
 
 def _with_idle_ended(entry: RunEntry, groups: Sequence[ObservedGroup]) -> list[ObservedGroup]:
     """Let groups that shall have no workers have succeeded once all others have: nothing else tells them the end."""
-    idle = [
-        group
-        for group in groups
-        if entry.wanted is not None
-        and group.phase is GroupPhase.RUNNING
-        and not (group.members or entry.num_wanted_on(entry.host_of_node(group.node)))
-    ]
+    if entry.wanted is None:
+        return list(groups)
+    running = [group for group in groups if group.phase is GroupPhase.RUNNING and not group.members]
+    idle = [group for group in running if not entry.num_wanted_on(entry.host_of_node(group.node))]
     others = [each for each in groups if each not in idle and each.round == entry.job.record.round]
     phases = {each.phase for each in others}
     if GroupPhase.SUCCEEDED not in phases or GroupPhase.RUNNING in phases:
