@@ -1,9 +1,11 @@
 """`ringweave scale` on a run on hosts: real services and workers on loopback addresses, and the rules alone."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ringweave.errors import JobError, NotLeaderError
@@ -43,6 +45,11 @@ def ranks(hosts: FakeHosts) -> list[int]:
     begun = [each for each in events_of(hosts) if each["kind"] == "generation_begun"]
     newest = max(begun, key=lambda each: (each["term"], each["number"]), default={"members": []})
     return sorted(int(member.partition(".")[0]) for member in newest["members"])
+
+
+def attempts(hosts: FakeHosts, name: str) -> set[str]:
+    """Attempts of a host that have an event log."""
+    return {path.parts[-3] for path in hosts.run_files(name) if path.name == "events.jsonl"}
 
 
 def scale(hosts: FakeHosts, workers: int, host: str | None = None) -> str:
@@ -101,6 +108,27 @@ def test_workers_start_and_leave_on_all_hosts_and_the_number_outlives_the_leader
     wait_nothing_left(hosts)
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_leading_host_that_dies_with_its_workers_comes_back_with_as_many_as_were_asked_for(hosts: FakeHosts) -> None:
+    last = hosts.root / "last"
+    hosts.write_script(SCRIPT.format(last=str(last)))
+    command = hosts.start("run", "--hosts", "a,b,c", "--elastic", "1:5", "--name", "train", "train.py")
+    hosts.wait(lambda: ranks(hosts) == [0, 1, 2], "three workers train")
+    scale(hosts, 5)
+    for process in hosts.processes("a"):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    hosts.wait(lambda: ranks(hosts) == [0, 1, 2, 3, 4] and len(attempts(hosts, "a")) == 2, "all train")
+    finish(hosts, last)
+    output, errors = command.communicate(timeout=300)
+    assert command.returncode == 0, errors
+    sums = {line.split()[0]: line.split()[-1] for line in output.splitlines() if " sum " in line}
+    assert sorted(sums) == [f"[{rank}]" for rank in range(5)]
+    assert len(set(sums.values())) == 1
+
+
+@pytest.mark.slow
 def test_a_run_that_is_not_elastic_or_has_no_member_is_not_scaled(hosts: FakeHosts) -> None:
     last = hosts.root / "last"
     hosts.write_script(f"import os, time\nwhile not os.path.exists({str(last)!r}):\n    time.sleep(0.05)\n")
