@@ -243,7 +243,7 @@ class ElasticSlots:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no worker is wanted here for now, while other nodes train."""
+        """True if no worker is wanted here for now, while other nodes train."""
         return not self._num_wanted
 
     def running_members(self, states: Sequence[WorkerState]) -> tuple[str, ...]:

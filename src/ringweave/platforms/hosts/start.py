@@ -150,6 +150,12 @@ def find_slots(request: HostsRunRequest, connections: Sequence[SshConnection]) -
     return tuple(spread_slots(counts, most, limits=limits))
 
 
+def _make_origin(request: HostsRunRequest, connections: Sequence[SshConnection]) -> JobOrigin:
+    directory, cluster = str(request.directory), request.host_list.cluster_text
+    slots = find_slots(request, connections)
+    return JobOrigin(directory=directory, script_text=None, environ={}, cluster=cluster, slots=slots)
+
+
 def start_run(request: HostsRunRequest, connections: HostConnections) -> run_entry.KnownRun:
     """Send the files and start the services on all hosts.
 
@@ -178,13 +184,7 @@ def _start_run(request: HostsRunRequest, connections: HostConnections, run_id: s
         voters=tuple(reached),
         seats=invitations.seats,
         job=request.job,
-        origin=JobOrigin(
-            directory=str(request.directory),
-            script_text=None,
-            environ={},
-            cluster=request.host_list.cluster_text,
-            slots=find_slots(request, connections.open),
-        ),
+        origin=_make_origin(request, connections.open),
         bounds=request.elastic_bounds,
     )
     known = run_entry.KnownRun(
