@@ -20,7 +20,7 @@ from ringweave.files.rotation import DEFAULT_LIMITS, LogLimits
 from ringweave.jobs import modes, worker_options
 from ringweave.jobs.request import MAX_SPARES
 from ringweave.jobs.worker_options import WorkerOptions
-from ringweave.launcher import local_run, scale_requests, workers
+from ringweave.launcher import local_run, run_dir, scale_requests, workers
 from ringweave.launcher.local_run import RunOptions, RunRequest
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.output import write_notice
@@ -255,7 +255,7 @@ def _read_cluster(
         return topology.load(path), Path(path).read_text(encoding="utf-8"), None
     parsed = workers.parse_worker_counts(counts if counts is not None else "1")
     most = settings.parse_bounds(options.elastic).max_members if options.elastic else 0
-    places = topology.one_machine(spread_slots(parsed, most, max_per_node=cluster.MAX_DEVICES))
+    places = topology.one_machine(spread_slots(parsed, most, limits=[cluster.MAX_DEVICES] * len(parsed)))
     return topology.one_machine(parsed), topology.dumps(places), places
 
 
@@ -334,15 +334,26 @@ def join_command(line: str, address: str | None) -> int:
     "--workers", type=int, metavar="N", required=True, help="New number of workers, within MIN:MAX of the run."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-@click.argument("run_dir", metavar="RUN_DIR")
-def scale_command(workers: int, as_json: bool, run_dir: str) -> int:
+@click.argument("run", metavar="RUN")
+def scale_command(workers: int, as_json: bool, run: str) -> int:
     """Change a run that was started with --elastic MIN:MAX to N workers, ranks 0 to N-1.
+
+    RUN is the folder of a run on this machine. A run on hosts is named as it is, or by the folder of its output, on the
+    machine that started it or on any of its hosts.
 
     New workers join like restarted ones: they get the state of another worker while the others train. Surplus workers,
     those with the highest ranks, finish their train step and leave. Ranks below N that were given up or had left are
     started again.
     """
-    found = scale_requests.request_workers(RunDir(root=Path(run_dir).absolute()), workers)
+    from ringweave.platforms.hosts import run_entry
+
+    folder = RunDir(root=Path(run).absolute())
+    if run_entry.is_run_on_hosts(run) and not run_dir.is_run_dir_held(folder):
+        from ringweave.platforms.hosts import platform  # brings the platform of jobs
+
+        found = platform.scale_run(run, workers)
+    else:
+        found = scale_requests.request_workers(folder, workers)
     if as_json:
         document = dataclasses.asdict(found)
         echo(json.dumps({key: document[key] for key in ("workers", "before", "starting", "leaving")}))

@@ -313,7 +313,7 @@ class LocalLauncher:
     def _open_spares(self, group: workers.WorkerGroup) -> None:
         """Open the pool of spares if there is to be one; a fork server is ready then, or cannot be had."""
         rules, program = self._spare_rules, self._spare_program
-        if rules is None or program is None:
+        if rules is None or program is None or not group.workers:
             return
         has_use = rules.is_elastic or group.world_size > 1
         forks = has_use and spares.gains_from_fork_server(program, self._environ)

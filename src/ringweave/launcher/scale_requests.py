@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ringweave import telemetry
 from ringweave.errors import LaunchError, UsageError, explain
@@ -23,6 +23,8 @@ from ringweave.launcher.run_dir import RunDir
 from ringweave.membership.settings import MemberBounds
 
 _ANSWER_POLL_S = 0.05
+_RETRY_S = 1.0
+"""Pause before a request that came at the wrong time is taken again."""
 _MAX_REQUEST_BYTES = 4096
 """Upper limit of a request; a longer one is ignored."""
 _ANSWER_TIMEOUT_S = 30.0
@@ -66,6 +68,69 @@ class ScaleLimits:
         )
         expected = f"{self.bounds.min_members} to {max_workers} ({reason})"
         return explain("--workers", got=workers, expected=expected, do="Ask for a number within the limits of the run")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WantedWorkers:
+    """Number of workers that an elastic job on several nodes was asked to have; its ranks are 0 to `workers` - 1."""
+
+    workers: int
+    number: int
+    """Number of the request, from 1: each starts again the workers that were given up or had left."""
+
+
+class WorkerRequests(Protocol):
+    """Requests for another number of workers, as the supervision of elastic workers reads them."""
+
+    workers: int
+    """Number of slots that shall have workers, the first ones."""
+
+    def take_request(self) -> int | None:
+        """Return the number of a new request; None if there is none."""
+        ...
+
+    def refuse_request(self, workers: int, refusal: str) -> bool:
+        """Return whether the taken request is refused, as `refusal` says or by its number."""
+        ...
+
+    def grant_request(self, workers: int, *, starting: Sequence[int], leaving: Sequence[int]) -> None:
+        """Note that the taken request is done."""
+        ...
+
+
+class NodeRequests:
+    """Requests for another number of workers of a job, as one of its nodes takes them; decided by the whole job."""
+
+    def __init__(
+        self, ranks: Sequence[int], wanted: WantedWorkers, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`ranks`: those of the node's slots, ascending; `wanted`: request with which the node starts."""
+        self._ranks, self._wanted, self._clock = ranks, wanted, clock
+        self._is_pending, self._retry_s = False, 0.0
+        self.workers = self._num_slots()
+        """Number of slots that shall have workers."""
+
+    def request(self, wanted: WantedWorkers) -> None:
+        """Note the newest request of the job."""
+        if wanted.number > self._wanted.number:
+            self._wanted, self._is_pending, self._retry_s = wanted, True, 0.0
+
+    def take_request(self) -> int | None:
+        """Return the number of slots that shall have workers; None without a new request."""
+        return self._num_slots() if self._is_pending and self._clock() >= self._retry_s else None
+
+    def refuse_request(self, workers: int, refusal: str) -> bool:
+        """Put a request off that comes at the wrong time; the job has decided about its number."""
+        if refusal:
+            self._retry_s = self._clock() + _RETRY_S
+        return bool(refusal)
+
+    def grant_request(self, workers: int, *, starting: Sequence[int], leaving: Sequence[int]) -> None:
+        """Note that the request is done."""
+        self.workers, self._is_pending = workers, False
+
+    def _num_slots(self) -> int:
+        return sum(rank < self._wanted.workers for rank in self._ranks)
 
 
 class ScaleRequests:

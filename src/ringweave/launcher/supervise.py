@@ -27,7 +27,7 @@ from ringweave.launcher.restarts import (
     WorkerRestarts,
 )
 from ringweave.launcher.run_dir import RunDir, path_from_here
-from ringweave.launcher.scale_requests import ScaleRequests
+from ringweave.launcher.scale_requests import WorkerRequests
 from ringweave.launcher.services import CoordinatorQuery, ServiceProcesses
 from ringweave.launcher.spares import SpareRules, gains_from_fork_server
 from ringweave.launcher.workers import WorkerGroup, WorkerProgram, WorkerSpec, WorkerState
@@ -156,7 +156,7 @@ class ElasticRules:
     new_member: Callable[[WorkerSpec, str], WorkerSpec] = next_member
     """Returns a slot's worker as a new member, from the worker and the member name of its last process; may raise
     LaunchError."""
-    scale_requests: ScaleRequests | None = None
+    scale_requests: WorkerRequests | None = None
     """Requests for another number of workers; None if there can be none."""
     evicted_members: Callable[[], Collection[str]] = frozenset
     notify_user: Callable[[str], object] = lambda text: None
@@ -240,6 +240,11 @@ class ElasticSlots:
         known = {(each.global_rank, each.exit) for each in failures}
         earlier = [each for each in self._own_failures.values() if (each.global_rank, each.exit) not in known]
         return [*earlier, *failures]
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no worker is wanted here for now, while other nodes train."""
+        return not self._num_wanted
 
     def running_members(self, states: Sequence[WorkerState]) -> tuple[str, ...]:
         """Return the member names of the processes that run."""
@@ -333,7 +338,8 @@ class ElasticSlots:
         """Return the reason why workers can neither come nor go now; empty if they can."""
         if is_ending or self._rules.restarts.is_over:
             return explain("run", got="at its end", expected="a run that trains", do="Start it again with more workers")
-        if not self._rules.past_members(self.running_members(states)).members:
+        running = self.running_members(states)
+        if running and not self._rules.past_members(running).members:
             do = "Wait for the event generation_begun in its events.jsonl; scripts without prepare keep their workers"
             return explain("run", got="no member yet", expected="workers that have called ringweave.prepare", do=do)
         return ""
@@ -498,7 +504,8 @@ class NodeWorkers:
             return None  # the observed exits of those slots belong to processes that have a successor now
         is_pending = self._slots is not None and self._slots.has_pending(is_ending=is_ending)
         decisive = self._slots.decisive(states) if self._slots else states
-        is_over = not is_pending and self._stop_policy.is_over(states, now_s)
+        is_idle = self._slots is not None and self._slots.is_idle and not is_ending
+        is_over = not (is_pending or is_idle) and self._stop_policy.is_over(states, now_s)
         if is_over and not self._are_services_needed(decisive, now_s):
             self._stack.close()
             failures = [failure for state in decisive if (failure := self._failure_of(state)) is not None]
@@ -581,7 +588,7 @@ class NodeSetup:
         query_credentials: Callable[[], Credentials],
         *,
         new_member: Callable[[WorkerSpec, str], WorkerSpec] = next_member,
-        scale_requests: ScaleRequests | None = None,
+        scale_requests: WorkerRequests | None = None,
         ends_without_services: bool = False,
     ) -> ElasticRules:
         """Return the rules of elastic workers, whose history is in the event log and known to the coordinators.

@@ -273,15 +273,27 @@ def is_importable(name: str, directory: Path) -> bool:
         return False
 
 
-def spread_slots(counts: Sequence[int], total: int, *, max_per_node: int) -> list[int]:
+def spread_slots(counts: Sequence[int], total: int, *, limits: Sequence[int]) -> list[int]:
     """Return the slots of each node: its initial workers, and later ones one by one where there are fewest.
 
-    `max_per_node`: upper limit of slots on one node.
+    `limits`: upper limit of the slots on each node.
     """
     slots = list(counts)
-    while sum(slots) < total and min(slots) < max_per_node:
-        slots[slots.index(min(slots))] += 1
+    while sum(slots) < total and (free := [node for node, count in enumerate(slots) if count < limits[node]]):
+        slots[min(free, key=slots.__getitem__)] += 1
     return slots
+
+
+def place_later_workers(counts: Sequence[int], slots: Sequence[int]) -> list[int]:
+    """Return the node of each later worker, in the order of their ranks: where there are fewest workers then.
+
+    `counts`: initial workers of each node; `slots`: its slots.
+    """
+    found, placed = list[int](), list(counts)
+    while free := [node for node, count in enumerate(placed) if count < slots[node]]:
+        found.append(min(free, key=placed.__getitem__))
+        placed[found[-1]] += 1
+    return found
 
 
 def with_later_workers(group: WorkerGroup, nodes: Sequence[NodeLike], *, num_cpus: int) -> WorkerGroup:
@@ -292,12 +304,11 @@ def with_later_workers(group: WorkerGroup, nodes: Sequence[NodeLike], *, num_cpu
     workers = list(group.workers)
     template = {worker.node: worker for worker in workers}
     count = Counter(worker.node for worker in workers)
-    free = {node.name: len(node.devices) - count[node.name] for node in nodes}
-    while any(free.values()):
-        node = min((name for name, left in free.items() if left), key=lambda name: count[name])
-        workers.append(_later_worker(template[node], len(workers), count[node], num_cpus))
-        count[node] += 1
-        free[node] -= 1
+    initial = [count[node.name] for node in nodes]
+    for index in place_later_workers(initial, [len(node.devices) for node in nodes]):
+        name = nodes[index].name
+        workers.append(_later_worker(template[name], len(workers), count[name], num_cpus))
+        count[name] += 1
     return replace(group, workers=tuple(workers))
 
 

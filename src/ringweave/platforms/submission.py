@@ -43,11 +43,13 @@ class JobOrigin:
     """Environment that its workers inherit."""
     cluster: str | None = None
     """Text of the cluster file with its nodes; None for nodes without one."""
+    slots: tuple[int, ...] = ()
+    """Slots of workers on each used node of an elastic job that may grow; empty: those of the split."""
 
     def config(self, job: Job) -> JobConfig:
         """Return the config for the node agents of the job."""
         words = {"directory": self.directory, "script_text": self.script_text, "cluster": self.cluster}
-        return job_config.job_config(job, **words)
+        return job_config.job_config(job, slots=self.slots, **words)
 
 
 def load_policy() -> AccessPolicy:

@@ -18,12 +18,12 @@ def group_of(counts: list[int]) -> WorkerGroup:
     [([2], 4, 9, [4]), ([3, 1], 6, 9, [3, 3]), ([3, 1], 7, 9, [4, 3]), ([2], 1, 9, [2]), ([2], 100, 5, [5])],
 )
 def test_places_are_where_there_are_fewest_workers(counts: list[int], total: int, most: int, places: list[int]) -> None:
-    assert spread_slots(counts, total, max_per_node=most) == places
+    assert spread_slots(counts, total, limits=[most] * len(counts)) == places
 
 
 @given(counts=st.lists(st.integers(1, 4), min_size=1, max_size=3), more=st.integers(0, 6))
 def test_further_workers_have_ranks_and_devices_of_their_own(counts: list[int], more: int) -> None:
-    group, places = group_of(counts), spread_slots(counts, sum(counts) + more, max_per_node=100)
+    group, places = group_of(counts), spread_slots(counts, sum(counts) + more, limits=[100] * len(counts))
     found = with_later_workers(group, topology.one_machine(places).nodes, num_cpus=8).workers
     assert found[: group.world_size] == group.workers
     assert [worker.global_rank for worker in found] == list(range(sum(counts) + more))

@@ -14,7 +14,7 @@ from ringweave.errors import LaunchError, UsageError
 from ringweave.launcher import run_dir as launcher_run_dir
 from ringweave.launcher import scale_requests
 from ringweave.launcher.run_dir import RunDir
-from ringweave.launcher.scale_requests import ScaleAnswer, ScaleLimits, ScaleRequests
+from ringweave.launcher.scale_requests import NodeRequests, ScaleAnswer, ScaleLimits, ScaleRequests, WantedWorkers
 from ringweave.membership.settings import MemberBounds
 
 LIMITS = ScaleLimits(
@@ -133,3 +133,21 @@ def test_runs_that_cannot_be_asked(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"expected a run with --elastic MIN:MAX\. Start it again with"):
         scale_requests.request_workers(run_dir, 3)
     os.close(descriptor)
+
+
+def test_a_node_takes_its_part_of_a_request_once_and_again_after_a_refusal() -> None:
+    now_s = [0.0]
+    node = NodeRequests([1, 4], WantedWorkers(workers=3, number=0), clock=lambda: now_s[0])
+    assert (node.workers, node.take_request()) == (1, None)
+    node.request(WantedWorkers(workers=5, number=1))
+    assert node.take_request() == 2
+    assert node.refuse_request(2, "no member yet")
+    assert node.take_request() is None
+    now_s[0] = 1.0
+    assert node.take_request() == 2
+    assert not node.refuse_request(2, "")
+    node.grant_request(2, starting=[4], leaving=[])
+    node.request(WantedWorkers(workers=5, number=1))
+    assert (node.workers, node.take_request()) == (2, None)
+    node.request(WantedWorkers(workers=1, number=2))
+    assert node.take_request() == 0

@@ -29,6 +29,7 @@ from ringweave.launcher.node_context import NodeContext
 from ringweave.launcher.output import OutputConsole, OutputStream, write_notice
 from ringweave.launcher.processes import ProcessContext
 from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.scale_requests import NodeRequests
 from ringweave.launcher.supervise import ElasticRules, NodePlan, NodeSetup, start_node, with_member
 from ringweave.launcher.workers import WorkerGroup, WorkerProgram, WorkerSpec
 from ringweave.platforms.agent import job_config
@@ -45,6 +46,7 @@ from ringweave.platforms.agent.node_round import (
     NodeRound,
     ProgressReader,
     RoundServices,
+    wanted_workers,
 )
 from ringweave.rpc import Credentials
 
@@ -126,6 +128,8 @@ class NodeAgent:
         is_restarted = desired.round > self._status.round
         if desired.stop or is_restarted:
             self._workers.request_stop()
+        if desired.wanted is not None:
+            self._workers.request_workers(desired.wanted)
         outcome = self._workers.poll()
         if outcome is None:
             self._report_progress()
@@ -316,8 +320,12 @@ class _RoundStarter:
             cpus=max(1, len(os.sched_getaffinity(0)) // assignment.cpus_shared_by),
             node_environ=self._node_environ,
         )
+        slots, is_elastic = group, self._config.min_workers is not None
+        wanted = wanted_workers(self._config, self._channel.desired_state())
+        requests = NodeRequests([each.global_rank for each in slots.workers], wanted) if is_elastic else None
+        if requests is not None:
+            group = replace(slots, workers=slots.workers[: requests.workers])
         credentials = self._take_credentials(rendezvous, group)
-        is_elastic = self._config.min_workers is not None
         if is_elastic:
             named = [with_member(each, credentials[each.global_rank].identity.name) for each in group.workers]
             group = replace(group, workers=tuple(named))
@@ -327,11 +335,11 @@ class _RoundStarter:
             group=group,
             environ=self._environ,
             services=self._services.create_services(rendezvous, run_dir, initial_members=names),
-            elastic=self._elastic_rules(rendezvous, setup, group, credentials) if is_elastic else None,
+            elastic=self._elastic_rules(rendezvous, setup, slots, credentials, requests) if is_elastic else None,
             is_node_of_job=True,
         )
         workers, recorder = start_node(plan, setup)
-        return NodeRound(workers, recorder, ProgressReader(run_dir.events), is_elastic=is_elastic)
+        return NodeRound(workers, recorder, ProgressReader(run_dir.events), requests)
 
     def _setup(
         self, rendezvous: RendezvousResult, run_dir: RunDir, credentials: Mapping[int, Credentials]
@@ -355,26 +363,32 @@ class _RoundStarter:
         self,
         rendezvous: RendezvousResult,
         setup: NodeSetup,
-        group: WorkerGroup,
+        slots: WorkerGroup,
         credentials: dict[int, Credentials],
+        requests: NodeRequests | None,
     ) -> ElasticRules:
         """Return the rules of an elastic job's workers; new ones take further credentials of their slots.
 
-        The coordinators are queried for members with the credentials of a worker, which are in this process anyway.
+        The coordinators are queried for members with the credentials of a worker, which are in this process anyway
+        once one has run here.
         """
+        # The initial workers of this round have a member name already.
+        names = {rank: each.identity.name for rank, each in credentials.items()}
+        members = [
+            with_member(each, names[each.global_rank]) if each.global_rank in names else each for each in slots.workers
+        ]
 
-        def new_member(worker: WorkerSpec, previous: str) -> WorkerSpec:
-            rank = worker.global_rank
-            found = self._channel.take_credentials(rendezvous.round, f"worker-{rank}", self._stop_reason)
-            credentials[rank] = found
-            return with_member(worker, found.identity.name)
+        def take(rank: int) -> Credentials:
+            credentials[rank] = self._channel.take_credentials(rendezvous.round, f"worker-{rank}", self._stop_reason)
+            return credentials[rank]
 
         return setup.elastic_rules(
-            group,
+            replace(slots, workers=tuple(members)),
             self._environ,
             [(address.host, address.port) for address in rendezvous.coordinators],
-            lambda: next(iter(credentials.values())),
-            new_member=new_member,
+            lambda: next(iter(credentials.values()), None) or take(slots.workers[0].global_rank),
+            new_member=lambda worker, _: with_member(worker, take(worker.global_rank).identity.name),
+            scale_requests=requests,
             ends_without_services=True,
         )
 
@@ -415,7 +429,7 @@ def _round_record(assignment: AgentAssignment, rendezvous: RendezvousResult, pro
         "world_size": config.world_size,
         **config.worker_options.to_record(),
         "mode": config.mode,
-        "elastic": None if config.min_workers is None else f"{config.min_workers}:{config.world_size}",
+        "elastic": None if config.min_workers is None else f"{config.min_workers}:{config.num_slots}",
         "spares": config.num_spares,
         "server": {"address": rendezvous.server_text} if rendezvous.servers else None,
         "lab": assignment.node_context.lab_name,

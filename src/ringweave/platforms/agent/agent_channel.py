@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ringweave.errors import explain
 from ringweave.jobs.records import EndCause, GroupPhase, JsonForm, ObservedGroup
 from ringweave.launcher.restarts import NoRestartError
+from ringweave.launcher.scale_requests import WantedWorkers
 from ringweave.launcher.workers import HostPort
 from ringweave.param_server.leadership import LeadershipLog
 from ringweave.platforms.agent.job_config import JobConfig, RendezvousResult
@@ -71,6 +72,8 @@ class DesiredState:
     """Stop the workers, and exit."""
     reason: str = ""
     """Reason to stop, for people."""
+    wanted: WantedWorkers | None = None
+    """Number of workers of an elastic job that was asked for last; None: as many as it began with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ From it follow the cluster of the job, the worker group of each node and its pro
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,14 @@ from ringweave.jobs.records import Job, JsonForm
 from ringweave.jobs.request import ELASTIC_SERVER_MODES, SERVER_MODES, JobRequest
 from ringweave.jobs.worker_options import DEFAULT_OPTIONS, WorkerOptions
 from ringweave.launcher import entry
-from ringweave.launcher.workers import HostPort, WorkerGroup, WorkerProgram, build_worker_group
+from ringweave.launcher.workers import (
+    HostPort,
+    WorkerGroup,
+    WorkerProgram,
+    build_worker_group,
+    place_later_workers,
+    with_later_workers,
+)
 from ringweave.relayed_address import RELAY_NIC, is_relayed
 from ringweave.topology import Cluster, Device, Nic, Node
 
@@ -34,6 +41,12 @@ class NodeConfig:
     """Index in the request; actions and statuses name the node by it."""
     name: str
     workers: int
+    slots: int = 0
+    """Slots of workers, the first ones of which are the initial workers'; 0: none for later workers."""
+
+    @property
+    def num_slots(self) -> int:
+        return max(self.workers, self.slots)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,11 +117,22 @@ class JobConfig:
         name = self.node(index).name
         services = {"coordinator": self.coordinator_nodes, "server": self.elastic_server_nodes}
         holders = {f"{role}-{names.index(name)}" for role, names in services.items() if name in names}
-        return frozenset(holders | {f"worker-{rank}" for rank in self.ranks_of_node(index)})
+        return frozenset(holders | {f"worker-{rank}" for rank in self.slots_of_node(index)})
 
     @property
     def world_size(self) -> int:
         return sum(node.workers for node in self.nodes)
+
+    @property
+    def num_slots(self) -> int:
+        """Number of workers up to which the job may grow."""
+        return sum(node.num_slots for node in self.nodes)
+
+    def slots_of_node(self, index: int) -> list[int]:
+        """Return the global ranks of the workers of a node, also of those that may come later, ascending."""
+        nodes = place_later_workers([each.workers for each in self.nodes], [each.num_slots for each in self.nodes])
+        later = [self.world_size + number for number, place in enumerate(nodes) if self.nodes[place].index == index]
+        return [*self.ranks_of_node(index), *later]
 
     @property
     def ranks_by_node(self) -> dict[str, list[int]]:
@@ -129,7 +153,14 @@ class JobConfig:
         return next(node for node in self.nodes if node.index == index)
 
 
-def job_config(job: Job, *, directory: str | None, script_text: str | None, cluster: str | None = None) -> JobConfig:
+def job_config(
+    job: Job,
+    *,
+    directory: str | None,
+    script_text: str | None,
+    cluster: str | None = None,
+    slots: Sequence[int] = (),
+) -> JobConfig:
     """Create the config of a job.
 
     Args:
@@ -137,14 +168,16 @@ def job_config(job: Job, *, directory: str | None, script_text: str | None, clus
         directory: Path of the job's directory on its platform; None if the request has none.
         script_text: Text of the script if it travels with the job; see `read_script`.
         cluster: Text of the cluster file with its nodes.
+        slots: Slots of each used node, where workers may come later.
     """
-    request = job.request
+    request, num_slots = job.request, dict(zip(job.used_nodes, slots, strict=False))
     return JobConfig(
         job=request.name,
         device=request.device,
         mode=request.mode,
         nodes=tuple(
-            NodeConfig(index=index, name=job.node_name(index), workers=job.counts[index]) for index in job.used_nodes
+            NodeConfig(index=index, name=job.node_name(index), workers=job.counts[index], slots=num_slots.get(index, 0))
+            for index in job.used_nodes
         ),
         script=Path(request.script).name if request.script and script_text is not None else request.script,
         module=request.module,
@@ -237,7 +270,7 @@ if TYPE_CHECKING:
 
 
 def build_cluster(config: JobConfig, addresses: Mapping[str, str]) -> Cluster:
-    """Build the cluster of the split: its nodes with as many devices as workers.
+    """Build the cluster of the split: its nodes with as many devices as slots of workers.
 
     Without a cluster file the rate of the links is assumed, as for `ringweave run --workers`, and probing measures it.
 
@@ -252,7 +285,7 @@ def build_cluster(config: JobConfig, addresses: Mapping[str, str]) -> Cluster:
         address = addresses.get(node.name)
         name = RELAY_NIC if is_relayed(address or "") else "lo"
         nics = (Nic(name=name, rate_bytes_per_s=topology.ASSUMED_RATE_BYTES_PER_S),)
-        nodes.append(Node(name=node.name, devices=(device,) * node.workers, nics=nics, address=address))
+        nodes.append(Node(name=node.name, devices=(device,) * node.num_slots, nics=nics, address=address))
     return Cluster(name=config.job, nodes=tuple(nodes))
 
 
@@ -262,7 +295,7 @@ def _restrict_cluster(whole: Cluster, config: JobConfig, addresses: Mapping[str,
     for each in config.nodes:
         node = whole.node(each.name)
         address = addresses.get(each.name, node.address)
-        nodes.append(replace(node, devices=node.devices[: each.workers], address=address))
+        nodes.append(replace(node, devices=node.devices[: each.num_slots], address=address))
     switch_names = {switch for node in nodes for switch in whole.ancestors(node.name)}
     switches = tuple(switch for switch in whole.switches if switch.name in switch_names)
     return replace(whole, nodes=tuple(nodes), switches=switches)
@@ -290,7 +323,7 @@ def node_worker_group(
     cpus: int,
     node_environ: Callable[[str, int], Mapping[str, str]] = lambda node, local_rank: {},
 ) -> WorkerGroup:
-    """Return the workers of one node, with their ranks in the whole job.
+    """Return the slots of one node, with their ranks in the whole job: its initial workers, then those of later ones.
 
     Args:
         config: Config of the job.
@@ -313,9 +346,11 @@ def node_worker_group(
         server=rendezvous.server_text or None,
     )
     cluster = build_cluster(config, rendezvous.addresses)
+    pairs = zip(cluster.nodes, config.nodes, strict=True)
     argv = program.argv(sys.executable, entry=entry.__file__ if config.min_workers is not None else None)
+    initial = [replace(node, devices=node.devices[: each.workers]) for node, each in pairs]
     group = build_worker_group(
-        cluster.nodes,
+        initial,
         argv,
         rendezvous.master_address,
         num_cpus=cpus * config.world_size,
@@ -323,6 +358,7 @@ def node_worker_group(
         node_environ=node_environ,
         order=options.order,
     )
+    group = with_later_workers(group, cluster.nodes, num_cpus=cpus * config.num_slots)
     name = config.node(index).name
     return replace(group, workers=tuple(worker for worker in group.workers if worker.node == name))
 

@@ -12,6 +12,7 @@ from ringweave.launcher.outcome import RunRecorder, WorkerFailure, first_cause
 from ringweave.launcher.output import write_notice
 from ringweave.launcher.restarts import JOB_FINISHED, JOB_OVER, MEMBERSHIP_ERROR, NO_COORDINATOR, NO_SERVER
 from ringweave.launcher.run_dir import RunDir
+from ringweave.launcher.scale_requests import NodeRequests, WantedWorkers
 from ringweave.launcher.services import (
     COORDINATOR_ROLE,
     SERVER_ROLE,
@@ -131,6 +132,11 @@ class ProgressReader:
         return tuple(sorted(set().union(*evicted)))
 
 
+def wanted_workers(config: JobConfig, desired: DesiredState) -> WantedWorkers:
+    """Return the number of workers that the job shall have now."""
+    return desired.wanted or WantedWorkers(workers=config.world_size, number=0)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeOutcome:
     """Outcome of a node's workers in a round."""
@@ -146,11 +152,20 @@ class NodeRound:
     """Workers of this node in one round; when `poll` has returned an outcome, none of their processes is left."""
 
     def __init__(
-        self, workers: NodeWorkers, recorder: RunRecorder, progress_reader: ProgressReader, *, is_elastic: bool = False
+        self,
+        workers: NodeWorkers,
+        recorder: RunRecorder,
+        progress_reader: ProgressReader,
+        requests: NodeRequests | None = None,
     ) -> None:
-        """`is_elastic` says that the workers are members of an elastic job."""
+        """`requests` are those for another number of members of an elastic job; None for another job."""
         self._workers, self._recorder, self._progress_reader = workers, recorder, progress_reader
-        self._is_elastic = is_elastic
+        self._requests = requests
+
+    def request_workers(self, wanted: WantedWorkers) -> None:
+        """Let workers start or leave, as the newest request of an elastic job says."""
+        if self._requests is not None:
+            self._requests.request(wanted)
 
     def request_stop(self) -> None:
         """Request the end of the workers, later by force if needed; further calls have no effect."""
@@ -164,7 +179,7 @@ class NodeRound:
         failures = self._workers.poll()
         if failures is None:
             return None
-        outcome = conclude_elastic_node(failures) if self._is_elastic else conclude_node(failures)
+        outcome = conclude_elastic_node(failures) if self._requests is not None else conclude_node(failures)
         if self._workers.service_failure:
             text = self._workers.service_failure
             outcome = NodeOutcome(phase=GroupPhase.FAILED, cause=EndCause.PLATFORM, text=text)
@@ -329,10 +344,16 @@ class RoundServices:
         node_addresses = zip(self._config.coordinator_nodes, rendezvous.coordinators, strict=True)
         return CoordinatorPair(
             endpoints=[self._endpoint(node, address) for node, address in node_addresses],
-            bounds=MemberBounds(min_members=self._config.min_workers, max_members=self._config.world_size),
-            expected_members=sum(node.workers for node in self._config.nodes if node.name not in rendezvous.late_nodes),
+            bounds=MemberBounds(min_members=self._config.min_workers, max_members=self._config.num_slots),
+            expected_members=self._count_expected(rendezvous.late_nodes),
             initial_members=initial_members,
         )
+
+    def _count_expected(self, late_nodes: Sequence[str]) -> int:
+        """Return the number of members with which the first generation begins."""
+        config, wanted = self._config, wanted_workers(self._config, self._channel.desired_state()).workers
+        nodes = [node for node in config.nodes if node.name not in late_nodes]
+        return sum(rank < wanted for node in nodes for rank in config.slots_of_node(node.index))
 
     def _endpoint(self, node: str, address: HostPort) -> SidecarEndpoint:
         """Return the endpoint of a service.
@@ -350,14 +371,14 @@ class RoundServices:
         Those of an elastic job's worker name it as a member, `RANK.INCARNATION`.
         """
         is_elastic = self._config.min_workers is not None
-        num_elastic = self._channel.num_incarnations(self._config.world_size)
+        num_elastic = self._channel.num_incarnations(self._config.num_slots)
         incarnations = range(num_elastic if is_elastic else agent_channel.NUM_SERVER_INCARNATIONS)
         issued = {
             f"worker-{rank}": [
                 authority.issue("worker", f"{rank}.{incarnation}" if is_elastic else str(rank))
                 for incarnation in incarnations
             ]
-            for rank in range(self._config.world_size)
+            for rank in range(self._config.num_slots)
         }
         counts = {
             COORDINATOR_ROLE: len(self._config.coordinator_nodes),

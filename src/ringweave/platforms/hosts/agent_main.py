@@ -7,6 +7,8 @@ The host service starts it. If that service dies, the agent starts another one.
 
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ringweave.environment import ports_of_environ
@@ -16,18 +18,27 @@ from ringweave.launcher.processes import ProcessContext
 from ringweave.param_server.leadership import LeadershipLog
 from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.agent import AgentAssignment, run_agent
+from ringweave.platforms.agent.agent_channel import DesiredState
 from ringweave.platforms.hosts import host_runtime
 from ringweave.platforms.hosts.host_runtime import HostLeadershipLog
-from ringweave.platforms.hosts.run_entry import HostFolder
+from ringweave.platforms.hosts.run_entry import WANTED_JSON, HostFolder
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.agent_main import SupervisedWait
-from ringweave.platforms.local.file_channel import FileAgentChannel
-from ringweave.platforms.local.job_folder import JobFolder
+from ringweave.platforms.local.file_channel import FileAgentChannel, ParsedFile
+from ringweave.platforms.local.job_folder import GroupFolder, JobFolder
 from ringweave.relayed_address import is_relayed
 
 
 class HostAgentChannel(FileAgentChannel):
     """Channel over the files of this host; other hosts do not see them, so the run's entry has what all share."""
+
+    def __init__(self, job: JobFolder, group: GroupFolder, wait: Callable[[float], object]) -> None:
+        super().__init__(job, group, wait)
+        self._wanted_file = ParsedFile(HostFolder(root=job.root.parent).wanted, WANTED_JSON.parse)
+
+    def desired_state(self) -> DesiredState:
+        """Return the desired state, with the number of workers that the host service has heard of."""
+        return replace(super().desired_state(), wanted=self._wanted_file.read())
 
     def leadership_log(self, round_: int) -> LeadershipLog:
         return HostLeadershipLog(HostFolder(root=self._job.root.parent), round_)

@@ -6,15 +6,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
-from ringweave.errors import LaunchError, RpcError
+from ringweave.errors import JobError, LaunchError, RpcError
 from ringweave.jobs import records
 from ringweave.jobs.reconcile import reconcile
-from ringweave.jobs.records import EndCause, GroupPhase, JobAction, ObservedGroup, ObservedJobState
+from ringweave.jobs.records import (
+    DesiredJobState,
+    EndCause,
+    GroupPhase,
+    JobAction,
+    ObservedGroup,
+    ObservedJobState,
+)
+from ringweave.jobs.request import ELASTIC_SERVER_MODES
+from ringweave.launcher import scale_requests
+from ringweave.launcher.scale_requests import ScaleAnswer, ScaleLimits, WantedWorkers
 from ringweave.platforms.agent import agent_channel
 from ringweave.platforms.agent.agent_channel import AgentStatus
 from ringweave.platforms.agent.job_config import JobConfig, RendezvousResult
 from ringweave.platforms.hosts.messages import HostAction, HostReport
-from ringweave.platforms.hosts.run_entry import RunEntry
+from ringweave.platforms.hosts.quorum_election import no_leader_error
+from ringweave.platforms.hosts.run_entry import RunEntry, RunEvent
 
 HOST_LOST_S = 10.0
 """Silence after which the worker group of a host counts as lost. A host service that was killed is back earlier. An
@@ -201,6 +212,7 @@ def observe_hosts(entry: RunEntry, views: Sequence[HostView]) -> ObservedJobStat
         for group in known:
             is_alive = view.is_heard or _is_member(group, reported)
             groups.append(group if is_alive else _lost_group(group, entry.hosts[host].node))
+    groups = _with_idle_ended(entry, groups)
     newcomers = find_newcomers(entry, views)
     heard = [view.report for view in views if view.is_heard and view.report is not None]
     settled = [
@@ -215,6 +227,58 @@ def observe_hosts(entry: RunEntry, views: Sequence[HostView]) -> ObservedJobStat
         groups=tuple(groups),
         late_nodes=frozenset(entry.job.used_nodes[host] for host in newcomers),
     )
+
+
+def scale_run(entry: RunEntry, views: Sequence[HostView], workers: int, now: float) -> RunEntry:
+    """Return the entry with another number of workers that the run shall have.
+
+    Raises:
+        JobError: The run is not elastic, cannot have so many, or does not train.
+        NotLeaderError: The leader is new, and has not heard from all hosts yet.
+    """
+    job, bounds = entry.job, entry.bounds
+    if job.request.elastic is None or bounds is None:
+        do = "Start it again with ringweave run --elastic"
+        raise JobError("run", got=entry.name, expected="a run with --elastic MIN:MAX", do=do)
+    has_rings = job.request.mode in ELASTIC_SERVER_MODES
+    why = "the number of workers in its rings" if has_rings else "the places on its hosts"
+    num_slots = entry.origin.config(job).num_slots
+    if refusal := ScaleLimits(bounds=bounds, num_slots=num_slots, reason=why).refusal(workers):
+        raise JobError(refusal)
+    if job.record.outcome is not None or job.record.deleting or job.desired != DesiredJobState():
+        do = "Start it again with more workers"
+        raise JobError("run", got=f"{entry.name}, which ends", expected="a run that trains", do=do)
+    if any(view.is_awaited for view in views):
+        raise no_leader_error()
+    known = [group.generation for view in views if view.report is not None for group in view.report.groups]
+    if max(known, default=(0, 0)) == (0, 0):
+        do = "Wait for the event generation_begun; scripts without prepare keep their workers"
+        raise JobError("run", got="no member yet", expected="workers that have called ringweave.prepare", do=do)
+    number = 1 if entry.wanted is None else entry.wanted.number + 1
+    text = scale_requests.describe_answer(scale_answer(entry.num_wanted, workers))
+    event = RunEvent(key=f"scaled/{number}", time_s=now, kind="Scaled", text=text)
+    wanted = WantedWorkers(workers=workers, number=number)
+    return replace(entry, wanted=wanted, events=(*entry.events, event)[-records.MAX_EVENTS :])
+
+
+def scale_answer(before: int, workers: int) -> ScaleAnswer:
+    """Return what follows from another number of workers."""
+    starting, leaving = tuple(range(before, workers)), tuple(range(workers, before))
+    return ScaleAnswer(workers=workers, before=before, starting=starting, leaving=leaving)
+
+
+def _with_idle_ended(entry: RunEntry, groups: Sequence[ObservedGroup]) -> list[ObservedGroup]:
+    """Let groups that shall have no workers have succeeded once all others have: nothing else tells them the end."""
+    if entry.wanted is None:
+        return list(groups)
+    running = [group for group in groups if group.phase is GroupPhase.RUNNING and not group.members]
+    idle = [group for group in running if not entry.num_wanted_on(entry.host_of_node(group.node))]
+    others = [each for each in groups if each not in idle and each.round == entry.job.record.round]
+    phases = {each.phase for each in others}
+    if GroupPhase.SUCCEEDED not in phases or GroupPhase.RUNNING in phases:
+        return list(groups)
+    ended_s = max((each.ended_s for each in others if each.ended_s is not None), default=None)
+    return [replace(each, phase=GroupPhase.SUCCEEDED, ended_s=ended_s) if each in idle else each for each in groups]
 
 
 def find_newcomers(entry: RunEntry, views: Sequence[HostView]) -> list[int]:

@@ -23,6 +23,7 @@ from ringweave import rpc
 from ringweave.errors import JobError, LaunchError, RemoteError, RingweaveError, RpcError
 from ringweave.files import file_io, rotation
 from ringweave.jobs import records
+from ringweave.launcher.scale_requests import WantedWorkers
 from ringweave.param_server import leadership
 from ringweave.param_server.leadership import LeadershipRecord, LogAnswer, RoundLeadership
 from ringweave.platforms import api
@@ -31,7 +32,7 @@ from ringweave.platforms.api import EventLines, LogQuery
 from ringweave.platforms.hosts import join_protocol, messages
 from ringweave.platforms.hosts.messages import HOST_ROLE, HostReport
 from ringweave.platforms.hosts.quorum_election import Ballot
-from ringweave.platforms.hosts.run_entry import HostConfig, HostFolder, RunEntry, hosts_state_folder
+from ringweave.platforms.hosts.run_entry import WANTED_JSON, HostConfig, HostFolder, RunEntry, hosts_state_folder
 from ringweave.platforms.local import job_folder
 from ringweave.platforms.local.job_runtime import LocalJobRuntime
 from ringweave.relayed_address import is_relayed
@@ -61,6 +62,7 @@ class HostJobRuntime:
     def __init__(self, folder: HostFolder, config: HostConfig, entry: RunEntry) -> None:
         self._folder = folder
         self._lock = threading.Lock()
+        self._wanted: WantedWorkers | None = None
         job_config = replace(entry.origin.config(entry.job), directory=config.directory, script_text=None)
         self._inner = LocalJobRuntime(
             folder.job, job_config, agent=AGENT_COMMAND, environ={**os.environ, **config.environ}
@@ -103,6 +105,16 @@ class HostJobRuntime:
             self._release_barrier(action)
         else:
             raise LaunchError(f"action {action.name}: unknown, expected one of this version. Update this host.")
+
+    def publish_wanted(self, wanted: WantedWorkers | None) -> None:
+        """Tell the node agents of this host the number of workers that the run shall have, if it is another one."""
+        if wanted == self._wanted:
+            return
+        self._wanted = wanted
+        if wanted is not None:
+            file_io.replace_text(self._folder.wanted, WANTED_JSON.dump(wanted))
+            for group in self._folder.job.groups():
+                job_folder.notify(group.wakeup)
 
     def take_secrets(self, round_: int) -> dict[str, str]:
         """Return the credentials that an agent of this host has issued in a round: file name -> content."""

@@ -14,6 +14,8 @@ HOST_ROLE = "host"
 """Role of a host service in its certificate."""
 COMMAND_ROLE = "command"
 """Role of a command."""
+SCALE = "scale"
+"""Verb that changes the number of workers of an elastic run."""
 JOINER_ROLE = "joiner"
 """Role that a joining host claims before it has a certificate."""
 
@@ -145,6 +147,9 @@ class RunVerb(RpcMessage):
     reply: ClassVar[type[RpcMessage]] = RunStatus
 
     verb: str
+    """A verb of jobs, or SCALE."""
+    workers: int | None = None
+    """Number of workers, for SCALE."""
 
 
 class LeadershipAnswer(RpcMessage):

@@ -15,11 +15,12 @@ from ringweave.jobs.admission import AccessPolicy, PermissionCache
 from ringweave.jobs.advance import is_finished
 from ringweave.jobs.request import JobRequest
 from ringweave.jobs.states import Reason
+from ringweave.launcher.scale_requests import ScaleAnswer
 from ringweave.platforms import api, submission
 from ringweave.platforms.api import EventLines, EventView, JobView, LogLine, LogQuery, Platform, Submission
-from ringweave.platforms.hosts import host_runtime, join_protocol, run_entry, start
+from ringweave.platforms.hosts import controller, host_runtime, join_protocol, run_entry, start
 from ringweave.platforms.hosts.host_list import HostList, HostSpec
-from ringweave.platforms.hosts.messages import RunStatus, RunStatusRequest, RunVerb
+from ringweave.platforms.hosts.messages import SCALE, RunStatus, RunStatusRequest, RunVerb
 from ringweave.platforms.hosts.run_entry import ENTRY_JSON, HostFolder, HostsOptions, KnownRun, RunEntry
 from ringweave.platforms.hosts.ssh import HostConnections, SshConnection
 
@@ -40,8 +41,8 @@ class RunAccess(Protocol):
         """
         ...
 
-    def apply_verb(self, verb: str) -> None:
-        """Apply a verb to the run.
+    def apply_verb(self, verb: str, workers: int | None = None) -> None:
+        """Apply a verb to the run; `workers` is the number of workers, for SCALE.
 
         Raises:
             JobError: It is refused.
@@ -66,7 +67,7 @@ class StartedRunAccess:
         answers = self._ask_all("status", stops_at_first=True)
         return max((ENTRY_JSON.parse(answer["entry"]) for answer in answers), key=lambda entry: entry.version)
 
-    def apply_verb(self, verb: str) -> None:
+    def apply_verb(self, verb: str, workers: int | None = None) -> None:
         entry = self.read_entry()
         if verb == "delete" and is_finished(entry.job):
             if len(self._ask_all("abort")) == len(self._open):
@@ -76,7 +77,7 @@ class StartedRunAccess:
         deadline_s = time.monotonic() + VERB_TIMEOUT_S
         while True:
             try:
-                self._ask_all("verb", stops_at_first=True, verb_name=verb)
+                self._ask_all("verb", stops_at_first=True, verb_name=verb, workers=workers)
             except LaunchError:
                 if time.monotonic() >= deadline_s:
                     raise
@@ -97,13 +98,13 @@ class StartedRunAccess:
             return answer["pieces"], content
         return (), b""
 
-    def _ask_all(self, verb: str, *, stops_at_first: bool = False, verb_name: str = "") -> list[dict[str, Any]]:
+    def _ask_all(self, verb: str, *, stops_at_first: bool = False, **fields: Any) -> list[dict[str, Any]]:
         """Return the answers of the hosts that answer."""
         answers: list[dict[str, Any]] = []
         errors: list[LaunchError | JobError] = []
         for index in range(len(self._open)):
             try:
-                answers.append(self._connection(index).call(verb, run_id=self._known.run_id, verb_name=verb_name))
+                answers.append(self._connection(index).call(verb, run_id=self._known.run_id, **fields))
             except (LaunchError, UnknownJobError) as error:
                 errors.append(error)
             if answers and stops_at_first:
@@ -135,8 +136,8 @@ class HostRunAccess:
         except FileNotFoundError as error:
             raise UnknownJobError(f"run {self._folder.run_id}: removed, expected one of this host.") from error
 
-    def apply_verb(self, verb: str) -> None:
-        status: RunStatus | None = host_runtime.call_service(self._folder, RunVerb(verb=verb))
+    def apply_verb(self, verb: str, workers: int | None = None) -> None:
+        status: RunStatus | None = host_runtime.call_service(self._folder, RunVerb(verb=verb, workers=workers))
         if status is None:
             do = "Repeat it where the run was started: only there all hosts are reached"
             what = f"{verb} of run {self.read_entry().name}"
@@ -254,6 +255,19 @@ class HostsPlatform(Platform):
         if view.reason is not None and (hint := join_protocol.join_hint(entry.unjoined, known.join_lines)):
             view = replace(view, reason=replace(view.reason, hint=f"Type {hint}"))
         return replace(view, files=known.run_dir) if known.run_dir else view
+
+
+def scale_run(name: str, workers: int) -> ScaleAnswer:
+    """Ask a run for another number of workers; return what follows once a quorum of its hosts knows it.
+
+    Raises:
+        JobError: There is no such run, or it cannot have so many workers now.
+        LaunchError: No host answers, or there is no leader.
+    """
+    access = find_access(name)
+    before = access.read_entry().num_wanted
+    access.apply_verb(SCALE, workers)
+    return controller.scale_answer(before, workers)
 
 
 def find_access(name: str) -> RunAccess:

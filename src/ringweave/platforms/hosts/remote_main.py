@@ -228,7 +228,8 @@ class RemoteProgram:
         folder = known_run(request["run_id"])
         host_runtime.ensure_service(folder, host_runtime.clean_environ())
         deadline_s = time.monotonic() + LOCAL_CALL_TIMEOUT_S
-        while (status := host_runtime.call_service(folder, RunVerb(verb=request["verb_name"]))) is None:
+        message = RunVerb(verb=request["verb_name"], workers=request.get("workers"))
+        while (status := host_runtime.call_service(folder, message)) is None:
             if time.monotonic() >= deadline_s:
                 raise LaunchError(f"host service: no answer, expected one. See {folder.service_log}.")
             time.sleep(0.1)

@@ -6,6 +6,7 @@ STATE/hosts-NAME/ID/credentials.json credentials of the host service
 STATE/hosts-NAME/ID/command.json     credentials of commands on this host
 STATE/hosts-NAME/ID/ballot.json      last promise of this voter
 STATE/hosts-NAME/ID/entry.json       newest known entry of the run
+STATE/hosts-NAME/ID/wanted.json      number of workers that `ringweave scale` asked for
 STATE/hosts-NAME/ID/service.lock     held while the host service runs
 STATE/hosts-NAME/ID/relay.lock       held while the relay runs
 STATE/hosts-NAME/ID/service.log      standard error of both
@@ -28,6 +29,8 @@ from ringweave.files import file_io
 from ringweave.files.problems import suggest_closest
 from ringweave.jobs import records
 from ringweave.jobs.records import Job, JobEvent, JobRecord, JsonForm
+from ringweave.launcher.scale_requests import WantedWorkers
+from ringweave.membership.settings import MemberBounds
 from ringweave.param_server.leadership import RoundLeadership
 from ringweave.platforms.agent.job_config import RendezvousResult
 from ringweave.platforms.hosts.host_list import HostSpec
@@ -102,6 +105,20 @@ class RunEntry:
     """Latest record of which parameter server leads; None without a standby."""
     seats: tuple[JoinSeat, ...] = ()
     """Places of hosts that join by a token, taken or not."""
+    bounds: MemberBounds | None = None
+    """Bounds of `--elastic`; None for a run that is not elastic."""
+    wanted: WantedWorkers | None = None
+    """Newest request of `ringweave scale`; None: as many workers as the run began with."""
+
+    @property
+    def num_wanted(self) -> int:
+        """Number of workers that the run shall have."""
+        return self.wanted.workers if self.wanted is not None else self.job.request.num_workers
+
+    def num_wanted_on(self, host: int) -> int:
+        """Return the number of workers that a host shall have."""
+        config = self.origin.config(self.job)
+        return sum(rank < self.num_wanted for rank in config.slots_of_node(self.job.used_nodes[host]))
 
     @property
     def name(self) -> str:
@@ -169,6 +186,8 @@ class HostFolder:
     """File that the host service locks."""
     relay_lock = PathBelow("relay.lock")
     """File that the relay locks."""
+    wanted = PathBelow("wanted.json")
+    """Newest request for another number of workers, for this host's node agents."""
     service_log = PathBelow("service.log")
     files = PathBelow("files")
     """Copy of the script's directory."""
@@ -346,5 +365,5 @@ def find_known_run(name: str) -> KnownRun:
 
 
 ENTRY_JSON = JsonForm(RunEntry, saved_as="entry of the run")
-HOST_CONFIG_JSON, _BALLOT_JSON = JsonForm(HostConfig), JsonForm(Ballot)
+HOST_CONFIG_JSON, _BALLOT_JSON, WANTED_JSON = JsonForm(HostConfig), JsonForm(Ballot), JsonForm(WantedWorkers)
 _KNOWN_RUN_JSON = JsonForm(KnownRun, indent=2)

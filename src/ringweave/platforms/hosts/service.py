@@ -24,7 +24,7 @@ from ringweave.jobs import admission
 from ringweave.jobs.advance import is_finished
 from ringweave.launcher.run_dir import software_versions
 from ringweave.platforms.hosts import host_runtime, join_protocol, messages, quorum_election
-from ringweave.platforms.hosts.controller import HOST_LOST_S, VOTER_LOST_S, HostView, RunController
+from ringweave.platforms.hosts.controller import HOST_LOST_S, VOTER_LOST_S, HostView, RunController, scale_run
 from ringweave.platforms.hosts.host_runtime import HostJobRuntime
 from ringweave.platforms.hosts.join_protocol import JoinListener, print_refusal
 from ringweave.platforms.hosts.messages import COMMAND_ROLE, HOST_ROLE, HostAction, HostAnswer, HostReport
@@ -294,6 +294,7 @@ class HostService:
 
     def _tick(self) -> float:
         """Look at this host, and act if it leads; return the seconds until the next tick."""
+        self._runtime.publish_wanted(self.entry.wanted)
         self._observe()
         with self._lock:
             stands = self._leadership.should_stand(self._clock())
@@ -496,7 +497,7 @@ class HostService:
         message: messages.RunVerb = call.message
         self._used_s = self._clock()
         if self._leadership.holds_lease(self._clock()):
-            self._apply_verb(message.verb)
+            self._apply_verb(message)
             return self._status()
         status = self._ask_leader(call)
         assert isinstance(status, messages.RunStatus)
@@ -567,9 +568,12 @@ class HostService:
             unreachable=problem,
         )
 
-    def _apply_verb(self, verb: str) -> None:
+    def _apply_verb(self, message: messages.RunVerb) -> None:
         def change(entry: RunEntry) -> RunEntry:
-            return replace(entry, job=replace(entry.job, desired=admission.apply_verb(verb, entry.job, time.time())))
+            if message.verb == messages.SCALE:
+                return scale_run(entry, self.host_views(), message.workers or 0, time.time())
+            desired = admission.apply_verb(message.verb, entry.job, time.time())
+            return replace(entry, job=replace(entry.job, desired=desired))
 
         self._change_entry(change)
         self.wake()
@@ -599,6 +603,8 @@ class HostService:
             except RemoteError as error:
                 if error.error == join_protocol.JoinRefusedError.__name__:
                     raise join_protocol.JoinRefusedError("leader", str(error)) from error
+                if error.error == JobError.__name__:
+                    raise JobError(str(error)) from error
                 raise
 
     def _status(self) -> messages.RunStatus:

@@ -14,16 +14,19 @@ from ringweave.errors import LaunchError, explain
 from ringweave.jobs import admission
 from ringweave.jobs.admission import PermissionCache
 from ringweave.jobs.records import Job
-from ringweave.jobs.request import ElasticRequest, JobRequest, NodeRequest
+from ringweave.jobs.request import ELASTIC_SERVER_MODES, ElasticRequest, JobRequest, NodeRequest
 from ringweave.launcher.local_run import RunOptions
 from ringweave.launcher.output import write_notice
 from ringweave.launcher.run_dir import software_versions
+from ringweave.launcher.workers import spread_slots
+from ringweave.membership.settings import MemberBounds
 from ringweave.platforms import submission
 from ringweave.platforms.hosts import attach, host_list, install, join_protocol, run_entry
 from ringweave.platforms.hosts.host_list import HostList, HostSpec
 from ringweave.platforms.hosts.messages import COMMAND_ROLE, HOST_ROLE
 from ringweave.platforms.hosts.script_files import ScriptFile, collect_files
 from ringweave.platforms.hosts.ssh import HostConnections, HostError, SshConnection, end_run_at_once, run_parallel
+from ringweave.platforms.local.file_channel import MAX_GROWN_WORKERS
 from ringweave.platforms.submission import JobOrigin
 from ringweave.ports import PortRange
 from ringweave.rpc import CertificateAuthority
@@ -115,8 +118,42 @@ class HostsRunRequest:
     """Gets a text about each step that takes time."""
     ports: PortRange | None = None
     """Ports of all listeners of the run, but for torch's own; None: any."""
+    bounds: MemberBounds | None = None
+    """Bounds of `--elastic`; None: it cannot grow."""
     join_expiry_s: float = join_protocol.DEFAULT_EXPIRY_S
     """Seconds for which the tokens of joining hosts count."""
+
+    @property
+    def elastic_bounds(self) -> MemberBounds | None:
+        """Bounds of an elastic run; a submitted job does not grow beyond its workers."""
+        elastic, num_workers = self.job.request.elastic, self.job.request.num_workers
+        if elastic is None:
+            return None
+        return self.bounds or MemberBounds(min_members=elastic.min, max_members=num_workers)
+
+
+def find_slots(request: HostsRunRequest, connections: Sequence[SshConnection]) -> tuple[int, ...]:
+    """Return the slots of workers on each host: those of the initial workers, and of those that may come later.
+
+    A cluster file has no others, nor have rings; a host has as many as GPUs if the workers have GPUs.
+    """
+    job, bounds, hosts = request.job, request.elastic_bounds, request.host_list.hosts
+    counts = [host.workers for host in hosts]
+    is_fixed = job.request.mode in ELASTIC_SERVER_MODES or request.host_list.cluster_text is not None
+    if bounds is None or is_fixed:
+        return tuple(counts)
+    most = max(sum(counts), min(bounds.max_members, MAX_GROWN_WORKERS))
+    limits = [host_list.MAX_WORKERS_PER_HOST] * len(hosts)
+    if job.request.device == "cuda":
+        gpus = {connection.host.node: int(connection.hello["gpus"]) for connection in connections}
+        limits = [max(host.workers, gpus.get(host.node, 0)) for host in hosts]
+    return tuple(spread_slots(counts, most, limits=limits))
+
+
+def _make_origin(request: HostsRunRequest, connections: Sequence[SshConnection]) -> JobOrigin:
+    directory, cluster = str(request.directory), request.host_list.cluster_text
+    slots = find_slots(request, connections)
+    return JobOrigin(directory=directory, script_text=None, environ={}, cluster=cluster, slots=slots)
 
 
 def start_run(request: HostsRunRequest, connections: HostConnections) -> run_entry.KnownRun:
@@ -147,9 +184,8 @@ def _start_run(request: HostsRunRequest, connections: HostConnections, run_id: s
         voters=tuple(reached),
         seats=invitations.seats,
         job=request.job,
-        origin=JobOrigin(
-            directory=str(request.directory), script_text=None, environ={}, cluster=request.host_list.cluster_text
-        ),
+        origin=_make_origin(request, connections.open),
+        bounds=request.elastic_bounds,
     )
     known = run_entry.KnownRun(
         run_id=run_id,
@@ -417,6 +453,7 @@ def run_on_hosts(options: HostsRunOptions) -> int:
             run_dir=_make_run_dir(options.run),
             notify=write_notice,
             ports=options.ports,
+            bounds=options.run.bounds(hosts.num_workers),
             join_expiry_s=options.join_expiry * 60.0,
         )
         known = start_run(request, connections)

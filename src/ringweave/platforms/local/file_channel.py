@@ -30,6 +30,8 @@ _MAX_CREDENTIALS = 480
 1 MiB."""
 _MAX_SERVICES = 4
 """Processes beside the workers: two coordinators and two parameter servers."""
+MAX_GROWN_WORKERS = _MAX_CREDENTIALS // NUM_INCARNATIONS - _MAX_SERVICES
+"""Number of workers up to which an elastic job may grow; more would leave too few credentials for each."""
 
 
 class FileAgentChannel(AgentChannel):
@@ -52,8 +54,8 @@ class FileAgentChannel(AgentChannel):
         agent leave.
         """
         self._job, self._group, self._wait, self._check_lease = job, group, wait, check_lease
-        self._desired_state_file = _ParsedFile(group.desired_state, agent_channel.DESIRED_STATE_JSON.parse)
-        self._rendezvous_file = _ParsedFile(job.rendezvous, agent_channel.RENDEZVOUS_JSON.parse)
+        self._desired_state_file = ParsedFile(group.desired_state, agent_channel.DESIRED_STATE_JSON.parse)
+        self._rendezvous_file = ParsedFile(job.rendezvous, agent_channel.RENDEZVOUS_JSON.parse)
         self._last = DesiredState(round=0)
 
     def desired_state(self) -> DesiredState:
@@ -114,7 +116,7 @@ class FileAgentChannel(AgentChannel):
         raise RoundOverError(round_, f"round {max(later)} has begun" if has_passed else f"none left for {holder}")
 
 
-class _ParsedFile(Generic[T]):
+class ParsedFile(Generic[T]):
     """Parsed content of a file, parsed again only after it has changed.
 
     The file is opened for each read: only then does a file server show what another host has written.
