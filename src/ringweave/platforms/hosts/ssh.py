@@ -142,6 +142,44 @@ def read_clock(read_theirs: Callable[[], float], read_own: Callable[[], float] =
     return min(readings)
 
 
+class FairLock:
+    """Lock that threads get in the order in which they asked.
+
+    A thread that releases a `threading.Lock` and asks again at once mostly gets it again, before any that waits.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._is_held = False
+        self._waiting: deque[threading.Lock] = deque()
+
+    def __enter__(self) -> None:
+        with self._guard:
+            if not self._is_held:
+                self._is_held = True
+                return
+            turn = threading.Lock()
+            turn.acquire()
+            self._waiting.append(turn)
+        try:
+            turn.acquire()
+        except BaseException:  # Ctrl-C: nobody would release it for the others
+            with self._guard:
+                has_turn = turn not in self._waiting
+                if not has_turn:
+                    self._waiting.remove(turn)
+            if has_turn:
+                self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        with self._guard:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._is_held = False
+
+
 class SshConnection:
     """Connection to one host; calls are answered one after the other. Threads may share it."""
 
@@ -154,7 +192,7 @@ class SshConnection:
             HostError: The host cannot be reached, does not let us in, or has no ringweave.
         """
         self.host, self._python = host, python
-        self._lock = threading.Lock()
+        self._lock = FairLock()
         self._errors: deque[str] = deque(maxlen=40)
         self._buffer = b""
         self._process = open_ssh(host, command)

@@ -1,0 +1,62 @@
+"""Turns of the threads that share a connection to a host."""
+
+import signal
+import threading
+import time
+
+import pytest
+
+from ringweave.platforms.hosts.ssh import FairLock
+from tests.polling import wait_until
+
+
+def test_two_threads_that_ask_again_at_once_let_a_third_one_in() -> None:
+    lock, is_over, taken = FairLock(), threading.Event(), []
+
+    def take_again_and_again(name: str) -> None:
+        while not is_over.is_set():
+            with lock:
+                taken.append(name)
+                time.sleep(0.002)
+
+    threads = [threading.Thread(target=take_again_and_again, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(taken) > 10)
+    between = []
+    for _ in range(20):
+        before = len(taken)
+        with lock:
+            between.append(len(taken) - before)
+        time.sleep(0.001)
+    is_over.set()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(between)[10] <= 2, "those that waited before it"
+    assert {"a", "b"} == set(taken)
+
+
+def test_who_is_interrupted_while_it_waits_leaves_the_lock_to_the_others() -> None:
+    lock, has_lock, ends = FairLock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            has_lock.set()
+            ends.wait(60)
+
+    def interrupt() -> None:
+        wait_until(lambda: len(lock._waiting) == 1)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert has_lock.wait(60)
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt), lock:
+        pass
+    interrupter.join(60)
+    ends.set()
+    holder.join(60)
+    with lock:
+        assert not lock._waiting
