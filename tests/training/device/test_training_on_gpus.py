@@ -29,6 +29,7 @@ from ringweave.training.elastic.retained_reductions import (
     SumBuffers,
 )
 from ringweave.training.elastic.session import SessionThread
+from ringweave.training.elastic.wire_choice import WireChoice
 from ringweave.training.memory import meters, microbatches
 from ringweave.training.mode_choice import trial
 from tests.fakes.gpus import GIB, FakeGpus, OnGpu
@@ -230,7 +231,7 @@ def test_a_ring_pushes_the_gradients_of_any_stream(gpus: FakeGpus, summed_alone:
 
 def test_buffers_are_there_when_the_script_goes_on(gpus: FakeGpus) -> None:
     """Whatever stream the script reads them on."""
-    state: Any = SimpleNamespace(lock=threading.Condition(), trainer=SimpleNamespace(wire="exact"))
+    state: Any = SimpleNamespace(lock=threading.Condition(), trainer=SimpleNamespace(wires=WireChoice()))
     protocol = CommitProtocol(state, list, is_mean=False, num_parameters=0)
     own, first = gpus.zeros(2, 2), gpus.gpus[2].place(torch.tensor([5.0, 6.0]))
     side: Any = gpus.gpus[2].make_stream()
