@@ -17,8 +17,8 @@ from ringweave.schedules.program import Pipelining
 
 MIN_PIECE_BYTES = 16 * 10**3
 MAX_PIECE_BYTES = 1500 * 10**3
-_MIN_PIECE_S, _MAX_FAST_PIECE_BYTES = 0.5e-3, 8 * 10**6
-"""On fast links a piece may be larger than MAX_PIECE_BYTES: as long as it takes less than this on the busiest one."""
+_FAST_PIECE_S, _MAX_FAST_PIECE_BYTES = 0.5e-3, 8 * 10**6
+"""Time on the busiest link that a piece may take although it is larger than MAX_PIECE_BYTES, and its limit then."""
 MAX_SEGMENTS = 128
 MAX_WINDOW = 64
 """Limit on receives posted ahead: each may need a buffer of a piece's size."""
@@ -108,8 +108,8 @@ def best_pipelining(
 
 
 def _max_piece_bytes(demand: ScheduleDemand) -> float:
-    in_least_time = _MIN_PIECE_S / demand.busiest_s_per_byte if demand.busiest_s_per_byte else 0.0
-    return max(MAX_PIECE_BYTES, min(_MAX_FAST_PIECE_BYTES, in_least_time))
+    in_time = _FAST_PIECE_S / demand.busiest_s_per_byte if demand.busiest_s_per_byte else 0.0
+    return max(MAX_PIECE_BYTES, min(_MAX_FAST_PIECE_BYTES, in_time))
 
 
 def _takes_any_blocks(name: str, kind: CollectiveKind) -> bool:

@@ -146,9 +146,10 @@ class TcpConnection:
         """Expect the next message in this piece."""
         message = TcpMessage.to_receive(self.peer, tag, piece)
         self._incoming.append(message)
-        self._set_low_water()
-        if self._num_decrypted is not None and len(self._incoming) == 1 and self._num_decrypted():
-            self.read()  # the kernel has nothing that would wake this thread
+        if len(self._incoming) == 1:
+            self._set_low_water()
+            if self._num_decrypted is not None and self._num_decrypted():
+                self.read()  # the kernel has nothing that would wake this thread
         return message
 
     def write(self) -> None:
