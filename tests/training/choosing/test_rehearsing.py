@@ -63,9 +63,7 @@ def test_sites_try_inner_steps_and_rounds(inner_steps: int, round_steps: int) ->
     assert common[2] == round_steps
     assert all(each["inner_step_s"] > 0 for each in heard[0])
     step_s = 2 / sum(1 / max(each["inner_step_s"] for each in site) for site in (heard[0][:2], heard[0][2:]))
-    assert common[1] > 0.2 * round_steps * step_s, (
-        "computing is in it; a busy machine changes its speed from trial to trial"
-    )
+    assert common[1] > 0.5 * round_steps * step_s
 
 
 @pytest.mark.distributed
