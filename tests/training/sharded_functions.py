@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -194,6 +194,10 @@ def load_elsewhere(case: Case, folder: str) -> str:
     raise AssertionError("it was loaded")
 
 
+def is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
 class ReadingHook:
     """Hook of a parameter that reads its gradient as soon as it is accumulated."""
 
@@ -205,26 +209,34 @@ class ReadingHook:
         self.seen.append(parameter.grad.to_local().clone())
 
 
-def overlapped_beside_waited(accumulate: int, has_hook: bool) -> tuple[bool, int, int]:
-    """(gradients and weights are the same bits with and without, groups that may overlap, allreduces that did)."""
+def overlapped_beside_waited(
+    shape: tuple[int, ...], accumulate: int, has_hook: bool
+) -> tuple[bool, int, dict[str, int]]:
+    """(gradients and weights are the same bits with and without, groups that may overlap, reductions that did)."""
     pairs, hooks = [], []
     for is_overlapped in (False, True):
         torch.manual_seed(0)
-        model = shard(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 4)), (2, 2))
-        num_groups = sharded_model.overlap_all_reduces(model) if is_overlapped else 0
-        replicas = next(sharded_model._param_groups(model)).mesh_info.replicate_process_group
-        assert dist.get_process_group_ranks(replicas) == [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
-        assert dist.get_backend(replicas) == "ringweave"
+        model = shard(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 4)), shape)
+        num_groups = sharded_model.overlap_collectives(model) if is_overlapped else 0
+        if len(shape) == 2:
+            replicas = next(sharded_model._param_groups(model)).mesh_info.replicate_process_group
+            assert dist.get_process_group_ranks(replicas) == [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
+            assert dist.get_backend(replicas) == "ringweave"
         hooks += [ReadingHook(next(model[2].parameters()))] if has_hook else []
         pairs.append((model, torch.optim.SGD(model.parameters(), lr=0.1)))
-    queued, own = [], sharded_model.OverlappedAllReduces.allreduce
+    counts = {"scatter": 0, "sum": 0}
 
-    def counted(group: sharded_model.OverlappedAllReduces, tensors: list[Tensor], opts: Any) -> Any:
-        work = own(group, tensors, opts)
-        queued.extend([work] if work is None else [])
-        return work
+    def count(name: str) -> None:
+        own = getattr(sharded_model.OpenReductions, name)
 
-    sharded_model.OverlappedAllReduces.allreduce = counted
+        def counted(reductions: sharded_model.OpenReductions, tensor: Tensor, start: Any) -> None:
+            counts[name] += 1
+            own(reductions, tensor, start)
+
+        setattr(sharded_model.OpenReductions, name, counted)
+
+    for name in counts:
+        count(name)
     generator, is_same = torch.Generator().manual_seed(dist.get_rank()), True
     for _ in range(3):
         batches = [torch.randn(4, 8, generator=generator) for _ in range(accumulate)]
@@ -237,4 +249,6 @@ def overlapped_beside_waited(accumulate: int, has_hook: bool) -> tuple[bool, int
         for _, optimizer in pairs:
             optimizer.step()
     is_same &= not hooks or all(map(torch.equal, hooks[0].seen, hooks[1].seen))
-    return is_same, num_groups, len(queued)
+    following = [each._get_fsdp_state()._states_to_forward_prefetch for each in pairs[1][0].modules() if is_sharded(each)]
+    assert following == [[each._get_fsdp_state()] for each in pairs[1][0] if is_sharded(each)] + [[]]
+    return is_same, num_groups, counts

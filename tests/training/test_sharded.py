@@ -1,8 +1,10 @@
 """Sharded models under `prepare`: FSDP2 and HSDP against one process on the whole batch, and what is refused."""
 
 import pytest
+import torch
 
 from ringweave.testing.ranks import run_ranks
+from ringweave.training import sharded_model
 from tests.training import sharded_functions
 from tests.training.training_functions import Case
 
@@ -63,11 +65,50 @@ def test_replicas_and_buffers_get_the_values_of_the_lower_rank() -> None:
         pytest.param(1, True, 6, id="none whose gradient a hook reads"),
     ],
 )
-def test_allreduces_among_replicas_overlap_with_the_backward_pass(
-    accumulate: int, has_hook: bool, num_overlapped: int
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_reductions_overlap_with_the_backward_pass(
+    shape: tuple[int, ...], accumulate: int, has_hook: bool, num_overlapped: int
 ) -> None:
-    found = run_ranks(sharded_functions.overlapped_beside_waited, 4, accumulate, has_hook)
-    assert found == [(True, 3, num_overlapped)] * 4
+    found = run_ranks(sharded_functions.overlapped_beside_waited, 4, shape, accumulate, has_hook)
+    counts = {"scatter": num_overlapped, "sum": num_overlapped * (len(shape) == 2)}
+    assert found == [(True, 3, counts)] * 4
+
+
+class RecordedWork:
+    """Work of a collective that says when it was waited for."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name, self.told = name, told
+        told.append(f"start {name}")
+
+    def wait(self) -> None:
+        self.told.append(f"end {self.name}")
+
+
+def test_reductions_end_with_their_own_pass_in_the_order_of_their_needs() -> None:
+    reductions, told, names = sharded_model.OpenReductions(), [], iter(["lost", "first", "second"])
+    outputs = [torch.zeros(1), torch.zeros(1), torch.zeros(1)]
+
+    def reduce(gradient: torch.Tensor) -> None:
+        assert reductions.may_open()
+        name, output = next(names), outputs.pop()
+        reductions.scatter(output, lambda: RecordedWork(f"scatter {name}", told))
+        reductions.sum(output, lambda: RecordedWork(f"sum {name}", told))
+        if name == "lost":
+            raise ValueError("the script's own error")
+
+    weight = torch.ones(1, requires_grad=True)
+    middle = weight * 2
+    weight.register_hook(reduce)
+    with pytest.raises(ValueError, match="own error"):
+        middle.sum().backward(retain_graph=True)
+    assert told == ["start scatter lost"] and not reductions.may_open()
+    told.clear()
+    middle.register_hook(reduce)
+    (middle * 3).sum().backward()
+    first, second = ("scatter first", "sum first"), ("scatter second", "sum second")
+    started, ended = [f"start {each}" for each in first + second], [f"end {each}" for each in first + second]
+    assert told == [started[0], ended[0], started[1], started[2], ended[2], started[3], ended[1], ended[3]]
 
 
 EXPECTED = {

@@ -367,7 +367,7 @@ def _prepare_sharded(script: Script, environment: WorkerEnvironment) -> Prepared
     recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=balancer.latest)
     sharded_model.share_replicas(script.model, control)
     sharded_model.weigh_outputs(script.model, weights)
-    sharded_model.overlap_all_reduces(script.model)
+    sharded_model.overlap_collectives(script.model)
     membership = StaticMembership(control, balancer, timer, recorder.epoch_accounted)
     source = OrderSource(script.loader, script.spec, reports[0]["seed"], membership)
     weight = _batch_weight(script, control)

@@ -4,12 +4,13 @@ FSDP takes the mean of the ranks' gradients. A rank's portion of the batch gets 
 back into the model: the gradients of the outputs are multiplied by N b_i / sum b (N ranks, b_i samples on this rank),
 and the gradients of all parameters follow from them in proportion.
 
-On a CPU, FSDP waits for each collective before it goes on with the backward pass. The allreduce among replicas of HSDP
-needs no such wait: nothing reads its result before the pass ends. So it runs beside what follows, as it does on CUDA,
-where it has a stream of its own.
+On a CPU, FSDP waits for each collective before it goes on. That is needed by nothing: the parameters of a module can be
+gathered while the one before it computes, and the sums of gradients are read after the backward pass. So they run
+beside what follows, as they do on CUDA, where they have streams of their own.
 """
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -128,6 +129,85 @@ def weigh_outputs(model: nn.Module, weights: SampleWeights) -> None:
     model.register_forward_hook(hook)
 
 
+class OpenReductions:
+    """Reductions of a model's gradients that run beside a backward pass and end with it.
+
+    FSDP hands them in group by group. An allreduce of what a reduce-scatter leaves begins once that is done: when the
+    next group's gradients are there, or at the end of the pass.
+    """
+
+    def __init__(self) -> None:
+        self._pass = -1
+        self._works: list[dist.Work] = []
+        self._scattered: Tensor | None = None
+        self._scatter: dist.Work | None = None
+        self._then: Callable[[], dist.Work | None] | None = None
+
+    def may_open(self) -> bool:
+        """Return whether a backward pass is under way, which will wait for all that is open."""
+        number = torch._C._current_graph_task_id()
+        if number < 0:
+            return False
+        if number != self._pass:
+            self._pass = number
+            self._scattered = self._scatter = self._then = None  # of a pass that an error ended
+            self._works.clear()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        return True
+
+    def scatter(self, output: Tensor, start: Callable[[], dist.Work | None]) -> None:
+        """Start a reduce-scatter into `output`, after the one before it."""
+        self.end_scatter()
+        self._scattered, self._scatter = output, start()
+
+    def sum(self, tensor: Tensor, start: Callable[[], dist.Work | None]) -> None:
+        """Start an allreduce of a tensor, once the reduce-scatter that writes it is done."""
+        if self._scattered is not None and tensor.data_ptr() == self._scattered.data_ptr():
+            self._then = start
+        else:
+            self._keep(start())
+
+    def end_scatter(self) -> None:
+        """Wait for the reduce-scatter that is open, and start the allreduce of its output."""
+        scatter, then = self._scatter, self._then
+        self._scattered = self._scatter = self._then = None
+        if scatter is not None:
+            scatter.wait()
+        if then is not None:
+            self._keep(then())
+
+    def _keep(self, work: dist.Work | None) -> None:
+        self._works += [] if work is None else [work]
+
+    def _end(self) -> None:
+        self.end_scatter()
+        while self._works:
+            self._works.pop(0).wait()
+
+
+class OverlappedReduceScatter:
+    """FSDP's reduce-scatter of one parameter group, left open where nothing reads its output within the pass."""
+
+    def __init__(self, own: Any, reductions: OpenReductions, reads_at_once: Callable[[], bool]) -> None:
+        """Wrap what FSDP would call; `reads_at_once` returns whether FSDP or a hook reads the output in the pass."""
+        self.allocate = own.allocate
+        self._own, self._reductions, self._reads_at_once = own, reductions, reads_at_once
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Start the reduce-scatter; return its work, or None if it ends with the backward pass or is done."""
+
+        def start(async_op: bool = True) -> dist.Work | None:
+            return self._own(output_tensor, input_tensor, group, op, async_op)
+
+        if op == dist.ReduceOp.AVG and not self._reads_at_once() and self._reductions.may_open():
+            self._reductions.scatter(output_tensor, start)
+            return None
+        self._reductions.end_scatter()
+        return start(async_op)
+
+
 class OverlappedAllReduces(dist.ProcessGroup):
     """Group of the replicas of one FSDP parameter group, whose allreduces in a backward pass end with that pass.
 
@@ -135,11 +215,12 @@ class OverlappedAllReduces(dist.ProcessGroup):
     once where something reads it before the backward pass ends.
     """
 
-    def __init__(self, group: dist.ProcessGroup, reads_at_once: Callable[[], bool]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, reductions: OpenReductions, reads_at_once: Callable[[], bool]
+    ) -> None:
         """Wrap the group; `reads_at_once` returns whether FSDP or a hook reads the sums within the pass."""
         super().__init__(group.rank(), group.size())  # pyrefly: ignore - missing in torch's stubs
-        self._group, self._reads_at_once = group, reads_at_once
-        self._open: list[dist.Work] = []
+        self._group, self._reductions, self._reads_at_once = group, reductions, reads_at_once
 
     def __eq__(self, other: object) -> bool:
         """Stand for the group in torch's tables, from which the texts of errors are made."""
@@ -150,41 +231,76 @@ class OverlappedAllReduces(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> dist.Work | None:  # pyrefly: ignore
         """Start an allreduce; return its work, or None if it ends with the backward pass or is done."""
-        if opts.reduceOp != dist.ReduceOp.AVG or self._reads_at_once() or not self._waits_at_end():
+        if opts.reduceOp != dist.ReduceOp.AVG or self._reads_at_once() or not self._reductions.may_open():
             return self._group.allreduce(tensors, opts)
         opts.asyncOp = True
-        self._open.append(self._group.allreduce(tensors, opts))
+        self._reductions.sum(tensors[0], lambda: self._group.allreduce(tensors, opts))
         return None
 
-    def _waits_at_end(self) -> bool:
-        """Return whether the backward pass under way will wait for all that is open; False outside of one."""
-        if not self._open:
-            try:
-                torch.autograd.Variable._execution_engine.queue_callback(self._wait_for_open)
-            except RuntimeError:
-                return False
-        return True
 
-    def _wait_for_open(self) -> None:
-        while self._open:
-            self._open.pop(0).wait()
+class OpenAllGather:
+    """FSDP's allgather of one parameter group, which returns at once: FSDP waits for it where it needs the values."""
+
+    def __init__(self, own: Any) -> None:
+        """Wrap what FSDP would call."""
+        self.allocate, self._own = own.allocate, own
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Start the allgather; return its work."""
+        del async_op
+        return self._own(output_tensor, input_tensor, group, True)
 
 
-def overlap_all_reduces(model: nn.Module) -> int:
-    """Let allreduces among the replicas of HSDP on a CPU run beside the backward pass; return how many groups do.
+def overlap_collectives(model: nn.Module) -> int:
+    """Let the collectives of FSDP on a CPU run beside computing; return of how many parameter groups.
 
-    It uses names that FSDP does not document; where this torch has others, nothing changes.
+    Gathers of the next module run beside the module before it, and reductions beside the backward pass. It uses names
+    that FSDP does not document; where this torch has others, nothing changes.
     """
-    num_groups = 0
+    num_groups, reductions = 0, OpenReductions()
     for group in _param_groups(model):
-        mesh_info = group.mesh_info
-        replicas = getattr(mesh_info, "replicate_process_group", None)
-        if group.device.type != "cpu" or not isinstance(replicas, dist.ProcessGroup) or replicas.size() < 2:
+        names = ("_all_gather_comm", "_reduce_scatter_comm")
+        if group.device.type != "cpu" or not all(hasattr(getattr(group, name, None), "allocate") for name in names):
             continue
-        group.mesh_info = copy.copy(mesh_info)
-        group.mesh_info.replicate_process_group = OverlappedAllReduces(replicas, _reader_of(group))
+        reads_at_once, mesh_info = _reader_of(group), group.mesh_info
+        group._all_gather_comm = OpenAllGather(group._all_gather_comm)
+        group._reduce_scatter_comm = OverlappedReduceScatter(group._reduce_scatter_comm, reductions, reads_at_once)
+        replicas = getattr(mesh_info, "replicate_process_group", None)
+        if isinstance(replicas, dist.ProcessGroup) and replicas.size() > 1:
+            group.mesh_info = copy.copy(mesh_info)
+            group.mesh_info.replicate_process_group = OverlappedAllReduces(replicas, reductions, reads_at_once)
         num_groups += 1
+    if num_groups:
+        _gather_ahead(model)
     return num_groups
+
+
+def _gather_ahead(model: nn.Module) -> None:
+    """Let each module's forward pass start the gather of the next one's parameters, in the order of the first pass.
+
+    In the backward pass FSDP does so by itself. A script that has said what to gather ahead keeps its own order.
+    """
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    states = [module._get_fsdp_state() for module in sharded]
+    if any(getattr(state, "_states_to_forward_prefetch", None) for state in states):
+        return
+    order: list[FSDPModule] = []
+
+    def note(module: nn.Module, args: Any) -> None:
+        del args
+        order.extend([module] if module not in order else [])  # pyrefly: ignore
+
+    def plan(module: nn.Module, args: Any, output: Any) -> None:
+        del module, args, output
+        for each in hooks:
+            each.remove()
+        for one, following in itertools.pairwise(order):
+            one.set_modules_to_forward_prefetch([following])
+
+    hooks = [module.register_forward_pre_hook(note) for module in sharded]
+    hooks.append(model.register_forward_hook(plan))
 
 
 def _param_groups(model: nn.Module) -> Iterator[Any]:
@@ -199,6 +315,8 @@ def _reader_of(group: Any) -> Callable[[], bool]:
     def reads_at_once() -> bool:
         """Return whether sums are added to gradients, converted, or handed to hooks before the pass ends."""
         if group._all_reduce_hook is not None or group._reduce_dtype not in (None, group._orig_dtype):
+            return True
+        if not group.all_reduce_grads or group._partial_reduce_output is not None:
             return True
         sharded = [each.sharded_param for each in group.fsdp_params]
         is_read = any(each.grad is not None or getattr(each, "_post_accumulate_grad_hooks", None) for each in sharded)
