@@ -9,8 +9,8 @@ inside a rack; HSDP-near with replicas on neighbouring ranks, which shards acros
 barrier in between, so all meet the same machine. A step is forward, backward and update; its time is the slowest
 rank's. The first steps warm up: in them, ringweave's schedules are tried.
 
-On a CPU FSDP waits for each collective before it goes on. Under `ringweave.prepare`, and so here, collectives run beside
-computing. So no step is shorter than the busiest link needs for what the groups of the mesh have to pass over it.
+On a CPU FSDP waits for each collective before it goes on. Under `ringweave.prepare`, and so here, collectives run
+beside computing. So no step is shorter than the busiest link needs for what the groups of the mesh pass over it.
 Exit code 1 if a loss differs by more than 1e-6 from that on Gloo, or a step is less than 1.5 times faster.
 """
 

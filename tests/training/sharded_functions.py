@@ -249,6 +249,8 @@ def overlapped_beside_waited(
         for _, optimizer in pairs:
             optimizer.step()
     is_same &= not hooks or all(map(torch.equal, hooks[0].seen, hooks[1].seen))
-    following = [each._get_fsdp_state()._states_to_forward_prefetch for each in pairs[1][0].modules() if is_sharded(each)]
+    following = [
+        each._get_fsdp_state()._states_to_forward_prefetch for each in pairs[1][0].modules() if is_sharded(each)
+    ]
     assert following == [[each._get_fsdp_state()] for each in pairs[1][0] if is_sharded(each)] + [[]]
     return is_same, num_groups, counts

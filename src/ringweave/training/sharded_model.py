@@ -12,6 +12,7 @@ beside what follows, as they do on CUDA, where they have streams of their own.
 import copy
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any
 
 import torch
@@ -132,16 +133,16 @@ def weigh_outputs(model: nn.Module, weights: SampleWeights) -> None:
 class OpenReductions:
     """Reductions of a model's gradients that run beside a backward pass and end with it.
 
-    FSDP hands them in group by group. An allreduce of what a reduce-scatter leaves begins once that is done: when the
-    next group's gradients are there, or at the end of the pass.
+    FSDP hands them in group by group. An allreduce of what a reduce-scatter leaves begins once that is done, in a
+    thread that takes one after the other, so all ranks have them in the same order.
     """
 
     def __init__(self) -> None:
         self._pass = -1
-        self._works: list[dist.Work] = []
-        self._scattered: Tensor | None = None
         self._scatter: dist.Work | None = None
-        self._then: Callable[[], dist.Work | None] | None = None
+        self._scattered: Tensor | None = None
+        self._sums: list[futures.Future[dist.Work | None]] = []
+        self._starter = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="sums-of-gradients")
 
     def may_open(self) -> bool:
         """Return whether a backward pass is under way, which will wait for all that is open."""
@@ -150,39 +151,44 @@ class OpenReductions:
             return False
         if number != self._pass:
             self._pass = number
-            self._scattered = self._scatter = self._then = None  # of a pass that an error ended
-            self._works.clear()
+            self._scatter = self._scattered = None  # of a pass that an error ended
+            self._sums.clear()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         return True
 
     def scatter(self, output: Tensor, start: Callable[[], dist.Work | None]) -> None:
         """Start a reduce-scatter into `output`, after the one before it."""
-        self.end_scatter()
-        self._scattered, self._scatter = output, start()
+        self._end_scatter()
+        self._scatter, self._scattered = start(), output
 
     def sum(self, tensor: Tensor, start: Callable[[], dist.Work | None]) -> None:
         """Start an allreduce of a tensor, once the reduce-scatter that writes it is done."""
-        if self._scattered is not None and tensor.data_ptr() == self._scattered.data_ptr():
-            self._then = start
-        else:
-            self._keep(start())
+        is_scattered = self._scattered is not None and tensor.data_ptr() == self._scattered.data_ptr()
+        scatter = self._scatter if is_scattered else None
 
-    def end_scatter(self) -> None:
-        """Wait for the reduce-scatter that is open, and start the allreduce of its output."""
-        scatter, then = self._scatter, self._then
-        self._scattered = self._scatter = self._then = None
+        def start_after() -> dist.Work | None:
+            if scatter is not None:
+                scatter.wait()
+            return start()
+
+        self._sums.append(self._starter.submit(start_after))
+
+    def start_all(self) -> None:
+        """Return once no reduction that was handed in is still to be started."""
+        self._end_scatter()
+        futures.wait(self._sums)
+
+    def _end_scatter(self) -> None:
+        scatter, self._scatter, self._scattered = self._scatter, None, None
         if scatter is not None:
             scatter.wait()
-        if then is not None:
-            self._keep(then())
-
-    def _keep(self, work: dist.Work | None) -> None:
-        self._works += [] if work is None else [work]
 
     def _end(self) -> None:
-        self.end_scatter()
-        while self._works:
-            self._works.pop(0).wait()
+        self._end_scatter()
+        while self._sums:
+            work = self._sums.pop(0).result()
+            if work is not None:
+                work.wait()
 
 
 class OverlappedReduceScatter:
@@ -204,7 +210,7 @@ class OverlappedReduceScatter:
         if op == dist.ReduceOp.AVG and not self._reads_at_once() and self._reductions.may_open():
             self._reductions.scatter(output_tensor, start)
             return None
-        self._reductions.end_scatter()
+        self._reductions.start_all()
         return start(async_op)
 
 
@@ -215,9 +221,7 @@ class OverlappedAllReduces(dist.ProcessGroup):
     once where something reads it before the backward pass ends.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, reductions: OpenReductions, reads_at_once: Callable[[], bool]
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, reductions: OpenReductions, reads_at_once: Callable[[], bool]) -> None:
         """Wrap the group; `reads_at_once` returns whether FSDP or a hook reads the sums within the pass."""
         super().__init__(group.rank(), group.size())  # pyrefly: ignore - missing in torch's stubs
         self._group, self._reductions, self._reads_at_once = group, reductions, reads_at_once
@@ -232,6 +236,7 @@ class OverlappedAllReduces(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> dist.Work | None:  # pyrefly: ignore
         """Start an allreduce; return its work, or None if it ends with the backward pass or is done."""
         if opts.reduceOp != dist.ReduceOp.AVG or self._reads_at_once() or not self._reductions.may_open():
+            self._reductions.start_all()
             return self._group.allreduce(tensors, opts)
         opts.asyncOp = True
         self._reductions.sum(tensors[0], lambda: self._group.allreduce(tensors, opts))
