@@ -452,6 +452,24 @@ def test_a_small_message_takes_one_stream(streamed: Pair) -> None:
         assert (len(rails[1]._mover._by_descriptor) > before) == on_second
 
 
+def test_a_thread_begins_with_its_part_before_the_caller_copies_its_own(
+    streamed: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, begun = streamed.ends[0], []
+    first, second = sender._connections[1].rails
+    own_submit, own_write = second._mover.submit, first.write
+    monkeypatch.setattr(
+        second._mover, "submit", lambda *args, **options: (begun.append(2), own_submit(*args, **options))
+    )
+    monkeypatch.setattr(first, "write", lambda: (begun.append(1), own_write()))
+    sent, got = torch.rand(2 * MIN_STREAM_BYTES // 4 + 1), torch.zeros(2 * MIN_STREAM_BYTES // 4 + 1)
+    other = in_thread(lambda: streamed.ends[1].wait(streamed.ends[1].receive(pieces(got), 0, TAG), 60))
+    sender.wait(sender.send(pieces(sent), 1, TAG), 60)
+    other.result(60)
+    assert begun[:2] == [2, 1]
+    assert torch.equal(sent, got)
+
+
 def test_a_broken_stream_breaks_the_connection(streamed: Pair) -> None:
     receiving = streamed.ends[0].receive(pieces(torch.zeros(1_000_000)), 1, TAG)
     streamed.ends[1]._connections[0].rails[1].sock.shutdown(socket.SHUT_RDWR)

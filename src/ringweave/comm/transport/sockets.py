@@ -365,7 +365,9 @@ class RailedConnection:
 
     def send(self, piece: Any, tag: int) -> RailedMessage:
         """Queue a piece, and start sending it."""
-        return RailedMessage(self.peer, [rail.send(part, tag) for rail, part in self._split(piece)])
+        # The first connection's part is copied here and now, so those with threads of their own begin before it.
+        last_to_first = [rail.send(part, tag) for rail, part in reversed(self._split(piece))]
+        return RailedMessage(self.peer, last_to_first[::-1])
 
     def receive(self, piece: Any, tag: int) -> RailedMessage:
         """Expect the next message in this piece."""
