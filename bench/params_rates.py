@@ -56,7 +56,7 @@ def ring(folder: str, address: str, port: str, index: str, optimizer: str) -> No
                 batch_share=1 / NUM_RINGS,
                 options=[OPTIONS[optimizer]],
             )
-            version = client.push_and_pull(round_, gradient.buffers(), room.buffers())[1]
+            version = client.push_and_pull(round_, gradient.buffers(), room.buffers())[1].version
         print(json.dumps([began_s, time.monotonic()]), flush=True)
     client.leave_ring(is_for_good=True)
 

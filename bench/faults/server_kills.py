@@ -61,7 +61,9 @@ class Ring:
                 batch_share=1.0,
                 options=[OPTIONS],
             )
-            version = self.client.push_and_pull(round_, FlatTensors(self._specs, [found]).buffers(), room.buffers())[1]
+            version = self.client.push_and_pull(round_, FlatTensors(self._specs, [found]).buffers(), room.buffers())[
+                1
+            ].version
             self.total += found
             self.done.append(time.monotonic())
         self.client.leave_ring(is_for_good=False)

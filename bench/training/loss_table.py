@@ -2,6 +2,7 @@
 
     python bench/training/loss_table.py --table          # the table that `--mode auto` reads; some minutes
     python bench/training/loss_table.py --tasks gpt --wires --inner-steps 16 64 --formats int4 --outer 0.7/0.5 1/0
+    python bench/training/loss_table.py --wires --inner-steps 16 --formats exact --elastic means fragments
 
 One process trains a model on whole batches, then with each method on the same batches from the same first weights:
 
@@ -9,7 +10,10 @@ One process trains a model on whole batches, then with each method on the same b
   sum is rounded with the residual of its owner, as the direct schedule does between nodes;
 - mode `local`: each site has a copy of the model and its own optimizer, takes its part of every batch, and exchanges
   outer gradients with the code of the mode (`ringweave.training.outer_optimizer`). An outer step is applied one round
-  after it began, as in a job.
+  after it began, as in a job;
+- `--elastic`: the sites are those of an elastic job, with the code of its rings and of its parameter server
+  (`ringweave.training.rings.ring_worker`), without a network. `means`: each push has the changes of all parameters, and
+  the first site has its answer before the second one pushes.
 
 Tasks: a byte-level GPT on the sources of the standard library, each sequence once, and a small network on digits of
 scikit-learn, for some epochs. Prints the held-out loss above that of synchronous training, mean over tasks and seeds,
@@ -18,6 +22,7 @@ more than 0.1 % in the mean.
 """
 
 import argparse
+import copy
 import dataclasses
 import datetime
 import functools
@@ -26,6 +31,7 @@ import json
 import multiprocessing
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -37,11 +43,18 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from ringweave import rpc
+from ringweave.param_server.client import RingClient
+from ringweave.param_server.service import ParameterService
 from ringweave.planning import loss_table
 from ringweave.planning.sites import RoundSplit
 from ringweave.schedules import wire_formats
-from ringweave.training import Local, outer_optimizer
+from ringweave.training import Asynchronous, Local, outer_optimizer
+from ringweave.training.options import Script
 from ringweave.training.outer_optimizer import OuterGradient, OuterOptimizer
+from ringweave.training.rings import ring_formation
+from ringweave.training.rings.ring_progress import RingCursor, UnpushedSamples
+from ringweave.training.rings.ring_worker import RingWorker
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -63,12 +76,17 @@ class Method:
     """Wire format of gradients; empty in mode local."""
     local: Local | None = None
     num_sites: int = 0
+    elastic: str = ""
+    """Pushes of the sites of an elastic job: `means` or `fragments`; empty: sites of a fixed membership."""
 
     def __str__(self) -> str:
         if self.local is None:
             return f"wire {self.wire}"
         outer = f"{self.local.outer_lr:g}/{self.local.outer_momentum:g}"
-        return f"local, {self.num_sites} sites, {self.local.wire}, {self.local.inner_steps} inner steps, outer {outer}"
+        if self.elastic == "means":
+            return f"local --elastic, {self.num_sites} sites, means, {self.local.inner_steps} inner steps"
+        name = "local --elastic" if self.elastic else "local"
+        return f"{name}, {self.num_sites} sites, {self.local.wire}, {self.local.inner_steps} inner steps, outer {outer}"
 
     def key(self) -> dict[str, Any]:
         """Return what the table knows it by."""
@@ -175,6 +193,107 @@ class SitesInOneProcess:
         self._running = []
 
 
+class ServiceConnection:
+    """Connection to a parameter server in this process; a call that waits does so in its own thread."""
+
+    def __init__(self, service: ParameterService, ring: int) -> None:
+        self._handlers = {each.message: each for each in service.handlers()}
+        self._peer = rpc.Identity(job="bench", role="worker", name=str(ring))
+
+    def start(self, message: Any, content: Any = (), *, timeout_s: float, into: Any = ()) -> "ServiceConnection":
+        """Return the call, which begins when it is waited for."""
+        begun = copy.copy(self)
+        begun.wait = functools.partial(self.call, message, content, timeout_s=timeout_s, into=into)
+        return begun
+
+    def call(self, message: Any, content: Any = (), *, timeout_s: float, into: Any = ()) -> rpc.RpcReply:
+        """Return the answer."""
+        handler = self._handlers[type(message)]
+        deadline_s = time.monotonic() + timeout_s
+        call = rpc.RpcCall(peer=self._peer, message=message, buffers=list(content), deadline_s=deadline_s)
+        answer = handler.handle(call)
+        reply = answer if isinstance(answer, rpc.RpcReply) else rpc.RpcReply(answer)
+        for room, sent in zip(into, reply.buffers, strict=True):
+            room[:] = sent
+        return reply
+
+
+class RingInOneProcess:
+    """Ring of one worker: the exchanges that `RingWorker` asks for."""
+
+    starts_pushes_at_once = is_representative = is_connected = True
+    misses_samples = False
+
+    def __init__(self, service: ParameterService, ring: int) -> None:
+        self.cursor, self.samples = RingCursor(ring=ring), UnpushedSamples()
+        connection: Any = ServiceConnection(service, ring)
+        self._client = RingClient([lambda: connection], ring)
+
+    def client(self) -> RingClient:
+        """Return the client of the server."""
+        return self._client
+
+    def last_words(self) -> str:
+        """Return no report: no ring is lost."""
+        return ""
+
+    def broadcast_from_first(self, fetch: Callable[[], Any], tensors: Any = ()) -> Any:
+        """Return what the only worker fetches."""
+        del tensors
+        return fetch()
+
+    def change_atomically(self, change: Callable[[], None]) -> None:
+        """Change at once: nobody joins."""
+        change()
+
+
+class ElasticSitesInOneProcess:
+    """Sites of equal speed that exchange through a parameter server, as in an elastic job."""
+
+    def __init__(self, task: Task, options: argparse.Namespace, method: Method, seed: int) -> None:
+        local, num = method.local or Local(), method.num_sites
+        made = [task.make(options, seed) for _ in range(num)]
+        self.models, self._optimizers = zip(*made, strict=True)
+        self._means, service = method.elastic == "means", ParameterService()
+        script: Any = argparse.Namespace(local=local, parameters=list(self.models[0].parameters()))
+        script.fragments_between = functools.partial(Script.fragments_between, script)
+        settings = Asynchronous(local_steps=local.elastic_inner_steps) if self._means else local.as_asynchronous()
+        rings = [[ring] for ring in range(num)]
+        setup = ring_formation.build_server_setup(self.models[0], self._optimizers[0], rings, settings)
+        setup = setup if self._means else ring_formation.with_outer_optimizer(setup, script)
+        self._rings = [RingInOneProcess(service, ring) for ring in range(num)]
+        ring_formation.start_server_job(self._rings[0].client(), setup, script.parameters)
+        self._workers = [
+            RingWorker(ring, list(model.parameters()), local_steps=settings.local_steps, fragments=setup.fragments)
+            for ring, model in zip(self._rings, self.models, strict=True)
+        ]
+        for worker, optimizer in zip(self._workers, self._optimizers, strict=True):
+            worker.refresh()
+            is_invariant = outer_optimizer.is_scale_invariant(optimizer)
+            outer_optimizer.scale_learning_rates(optimizer, functools.partial(float, num**0.5 if is_invariant else 1.0))
+
+    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Do a train step: a local step of each site with its part of the batch, and a push if it is due."""
+        num = len(self.models)
+        parts = zip(inputs.chunk(num), targets.chunk(num), strict=True)
+        for model, optimizer, part in zip(self.models, self._optimizers, parts, strict=True):
+            lab_bench.step(model, optimizer, *part)
+        for ring, worker in zip(self._rings, self._workers, strict=True):
+            assert worker.changes is not None, "it takes local steps"
+            ring.samples.add(len(inputs) // num, 1 / num)
+            worker.changes.count_step()
+            if self._means:
+                worker.changes.wait_answered()
+
+    def finish(self) -> nn.Module:
+        """End the epoch: all push what they have, then take the same parameters; return the model."""
+        for worker in self._workers:
+            worker.go_idle()
+        for worker in self._workers:
+            worker.refresh()
+        return self.models[0]
+
+
 class RanksInOneProcess:
     """Ranks with one model, each with its residual; the last residual is that of the rank that owns the sum."""
 
@@ -267,6 +386,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--formats", nargs="+", default=["exact", "int8", "int4", "int2"], help="of outer gradients")
     parser.add_argument("--outer", nargs="+", default=[""], help="LR/MOMENTUM of the outer optimizer")
     parser.add_argument("--fragments", type=int, default=Local().fragments, help="parts of the parameters")
+    kinds = ("means", "fragments")
+    parser.add_argument("--elastic", nargs="+", default=[], choices=kinds, help="sites of an elastic job instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of weights and order")
     parser.add_argument("--sites", type=int, default=2, help="number of sites")
     parser.add_argument("--ranks", type=int, default=4, help="simulated ranks of wire formats")
@@ -285,7 +406,7 @@ def methods_of(options: argparse.Namespace) -> list[Method]:
     for wire, steps, outer in itertools.product(options.formats, options.inner_steps, options.outer):
         rates = dict(zip(("outer_lr", "outer_momentum"), map(float, outer.split("/")), strict=True)) if outer else {}
         settings = Local(inner_steps=steps, wire=wire, fragments=options.fragments, **rates)
-        found.append(Method(local=settings, num_sites=options.sites))
+        found += [Method(local=settings, num_sites=options.sites, elastic=each) for each in options.elastic or [""]]
     return found
 
 
@@ -297,7 +418,8 @@ def train(options: argparse.Namespace, name: str, method: Method | None, seed: i
     if method is None:
         trained = OneProcess(task, options, seed)
     else:
-        trained = (SitesInOneProcess if method.local else RanksInOneProcess)(task, options, method, seed)
+        of_local = ElasticSitesInOneProcess if method.elastic else SitesInOneProcess
+        trained = (of_local if method.local else RanksInOneProcess)(task, options, method, seed)
     for number in range(options.train_steps):
         first = number * task.batch
         trained.step(*(each[first : first + task.batch] for each in samples.tensors))

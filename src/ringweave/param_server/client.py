@@ -179,9 +179,12 @@ class RingPush:
 
     sequence: int
     base_version: int
-    content: Literal["gradient", "change"]
+    content: Literal["gradient", "change", "outer_gradient"]
     num_samples: int
     batch_share: float
+    fragments: list[int] = field(default_factory=list)
+    weight: float = 0.0
+    local_steps: int = 0
     absent: list[int] = field(default_factory=list)
     options: list[dict[str, messages.OptimizerOption]] = field(default_factory=list)
     ring_progress: str = ""
@@ -265,26 +268,30 @@ class RingClient:
             lambda client, term: client.call(messages.EndExchangeBenchmark(term=term), timeout_s=self._answer_timeout_s)
         )
 
-    def pull(self, after_sequence: int, into: Sequence[Buffer]) -> int:
-        """Fetch the parameters; return their version."""
+    def pull(self, after_sequence: int, into: Sequence[Buffer], next_fragment: int = 0) -> int:
+        """Fetch all parameters; return their version. `next_fragment` is the one that the ring pushes next."""
 
         def once(client: rpc.RpcClient, term: int) -> int:
-            message = messages.Pull(term=term, ring=self._ring, after_sequence=after_sequence)
-            return _pulled_version(client.call(message, timeout_s=self._answer_timeout_s, into=into))
+            message = messages.Pull(
+                term=term, ring=self._ring, after_sequence=after_sequence, next_fragment=next_fragment
+            )
+            return _pull_result(client.call(message, timeout_s=self._answer_timeout_s, into=into)).version
 
         return self._call_as_leader(once)
 
     def push_and_pull(
         self, ring_push: RingPush, content: Sequence[Buffer], into: Sequence[Buffer]
-    ) -> tuple[messages.PushResult, int]:
-        """Push, and fetch the parameters that follow, in one round trip.
+    ) -> tuple[messages.PushResult, messages.PullResult]:
+        """Push, and fetch the parameters that follow, of the same fragments, in one round trip.
 
         Returns:
-            The result of the push, and the version of the parameters.
+            The results of the push and of the pull.
         """
 
-        def once(client: rpc.RpcClient, term: int) -> tuple[messages.PushResult, int]:
-            pull = messages.Pull(term=term, ring=self._ring, after_sequence=ring_push.sequence)
+        def once(client: rpc.RpcClient, term: int) -> tuple[messages.PushResult, messages.PullResult]:
+            pull = messages.Pull(
+                term=term, ring=self._ring, after_sequence=ring_push.sequence, fragments=ring_push.fragments
+            )
             pushing = client.start(self._push_message(ring_push, term), content, timeout_s=self._answer_timeout_s)
             pulling = client.start(pull, timeout_s=self._answer_timeout_s, into=into)
             try:
@@ -293,7 +300,7 @@ class RingClient:
                 pulling.cancel()
                 raise
             assert isinstance(pushed, messages.PushResult), "the class of the reply"
-            return pushed, _pulled_version(pulling.wait())
+            return pushed, _pull_result(pulling.wait())
 
         return self._call_as_leader(once)
 
@@ -476,6 +483,9 @@ class RingClient:
             sequence=ring_push.sequence,
             base_version=ring_push.base_version,
             content=ring_push.content,
+            fragments=ring_push.fragments,
+            weight=ring_push.weight,
+            local_steps=ring_push.local_steps,
             num_samples=ring_push.num_samples,
             batch_share=ring_push.batch_share,
             absent=ring_push.absent,
@@ -525,6 +535,6 @@ class RingClient:
                 self._sleep(_RECONNECT_INTERVAL_S)
 
 
-def _pulled_version(answer: rpc.RpcReply) -> int:
+def _pull_result(answer: rpc.RpcReply) -> messages.PullResult:
     assert isinstance(answer.message, messages.PullResult), "the class of the reply"
-    return answer.message.version
+    return answer.message

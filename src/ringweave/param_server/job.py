@@ -169,6 +169,13 @@ class ServerJob:
     again."""
     silent: set[int] = field(default_factory=set)
     """Rings with open connections that are silent, until they are heard again."""
+    positions: dict[int, int] = field(default_factory=dict)
+    """Pushes of fragments of each ring that takes part, as far as this server has seen. They are counted so that rings
+    with the same number push the same fragment next."""
+    local_steps: dict[int, int] = field(default_factory=dict)
+    """Local steps that each ring would take, as it said with its last push."""
+    pushed_at_s: dict[int, float] = field(default_factory=dict)
+    """Time of each ring's last push."""
     last_pull_sequence: dict[int, int] = field(default_factory=dict)
     """Push after which each ring has pulled last; an earlier pull has been abandoned."""
     leader_fence: RingLeaderFence = field(default_factory=RingLeaderFence)
@@ -217,6 +224,8 @@ class ServerJob:
 
     def leave_ring(self, ring: int, *, is_for_good: bool) -> None:
         """Make the ring idle until it takes parameters again, or for good."""
+        self.positions.pop(ring, None)
+        self.local_steps.pop(ring, None)
         self.ledger.leave(ring)
         self.model.release_base(ring)
         self.prediction.note_idle(ring)
@@ -240,7 +249,22 @@ class ServerJob:
 
     def record_push(self, push: Push) -> None:
         """Record that the push's samples are in the parameters."""
+        known = self.positions.pop(push.ring, 0)
+        if (
+            push.fragments
+        ):  # after a long pause it skips cycles: no ring waits until it has pushed as often as the others
+            self.positions[push.ring] = max(known, self.position_at(push.ring, push.fragments[-1])) + 1
+            self.local_steps[push.ring] = push.local_steps
         self.position = self.position.after_push(push.pass_number, push.epoch, push.spans)
+
+    def position_at(self, ring: int, next_fragment: int) -> int:
+        """Return the position of a ring that pushes this fragment next: that of the others, or before it."""
+        first = max((each for other, each in self.positions.items() if other != ring), default=next_fragment)
+        return first - (first - next_fragment) % len(self.setup.fragments)
+
+    def next_fragment(self) -> int:
+        """Return the fragment that a ring which begins is to push first: the same as the others."""
+        return max(self.positions.values(), default=0) % max(1, len(self.setup.fragments))
 
     def record_arrival(self, arrival: BarrierArrival) -> None:
         """Record the arrival at a barrier. A ring at the second one of a pass knows that all have ended it."""
@@ -340,7 +364,7 @@ def _make_job(
     made, the kernel's buffers keep the link busy.
     """
     setup, link_speed = model.setup, LinkSpeed()
-    num_rings, sizes = len(setup.rings), flat.buffer_sizes(setup.tensors)
+    num_rings, sizes = len(setup.rings), flat.buffer_sizes(setup.tensors, setup.fragments)
     pools = [
         LinkBufferPools(
             sizes, num_rings=num_rings, num_kept=num_kept, max_held_s=lambda: link_speed.push_timeout_s, clock=clock
@@ -360,9 +384,16 @@ def _make_job(
 
 
 def may_pull(job: ServerJob, pull: Pull) -> bool:
-    """Return whether the push named by the ring is applied, and the ring may continue."""
+    """Return whether the push named by the ring is applied, and the ring may continue.
+
+    A fragment waits for the rings that have not pushed it yet, so that all get the mean of all, as long as nothing
+    keeps these from it. They in turn wait only for rings that are behind them, so some ring always continues.
+    """
     last = job.ledger.pushed.get(pull.ring)
-    return (last.sequence if last else 0) >= pull.after_sequence and job.ledger.can_grant(pull.ring)
+    if (last.sequence if last else 0) < pull.after_sequence or not job.ledger.can_grant(pull.ring):
+        return False
+    own = job.positions.get(pull.ring, 0) if pull.fragments else 0
+    return all(job.ledger.is_paused(ring) for ring, position in job.positions.items() if position < own)
 
 
 def grant_parameters(job: ServerJob, pull: Pull, buffers: Sequence[memoryview]) -> tuple[int, float]:
@@ -372,11 +403,13 @@ def grant_parameters(job: ServerJob, pull: Pull, buffers: Sequence[memoryview]) 
         Their version, and how many train steps ahead they are.
     """
     job.gone.discard(pull.ring)
+    if job.setup.fragments and not pull.fragments:
+        job.positions[pull.ring] = job.position_at(pull.ring, pull.next_fragment)
     version, ahead = job.ledger.grant(pull.ring), job.prediction.steps_ahead(pull.ring, job.model.progress.total)
-    copy = FlatTensors.over_buffers(job.setup.tensors, buffers)
-    job.model.read_parameters(copy, ahead)
+    for fragment, part in flat.fragments_of_setup(job.setup, pull.fragments, buffers):
+        job.model.read_part(fragment, part, ahead)
     if job.setup.compensation:
-        job.model.keep_base(pull.ring, copy)
+        job.model.keep_base(pull.ring, flat.tensors_of_setup(job.setup, buffers))
     return version, ahead
 
 
@@ -389,10 +422,11 @@ def check_finite(setup: ServerSetup, push: Push, buffers: Sequence[memoryview]) 
     Cost:
         One pass over the push, about 0.1 ms for a MiB; a second one if the sum is not finite.
     """
-    content = FlatTensors.over_buffers(setup.tensors, buffers)
-    if all(bool(torch.isfinite(piece.sum())) for piece in content.pieces):
+    content = [each for _, each in flat.fragments_of_setup(setup, push.fragments, buffers)]
+    if all(bool(torch.isfinite(piece.sum())) for each in content for piece in each.pieces):
         return
-    for spec, view in zip(setup.tensors, content.views, strict=True):
+    specs = [setup.tensors[place] for places in setup.places_of(push.fragments) for place in places]
+    for spec, view in zip(specs, (view for each in content for view in each.views), strict=True):
         num_bad = view.numel() - int(torch.isfinite(view).sum())
         if num_bad:
             raise TrainingError(
@@ -404,13 +438,14 @@ def check_finite(setup: ServerSetup, push: Push, buffers: Sequence[memoryview]) 
             )
 
 
-def check_buffers(setup: ServerSetup, sizes: Sequence[int]) -> None:
-    """Refuse buffers that are not of the model's sizes.
+def check_buffers(setup: ServerSetup, sizes: Sequence[int], fragments: Sequence[int] = ()) -> None:
+    """Refuse buffers that are not of the sizes of these fragments of the model, of all if there are none.
 
     Raises:
         TrainingError: The sizes differ.
     """
-    expected = flat.buffer_sizes(setup.tensors)
+    check_fragments(setup, fragments)
+    expected = flat.buffer_sizes(setup.tensors, setup.places_of(fragments))
     if tuple(sizes) != expected:
         raise TrainingError(
             "bytes of a push",
@@ -418,3 +453,16 @@ def check_buffers(setup: ServerSetup, sizes: Sequence[int]) -> None:
             expected=f"{list(expected)}, those of the model",
             do="Train the same model",
         )
+
+
+def check_fragments(setup: ServerSetup, fragments: Sequence[int]) -> None:
+    """Refuse fragments that the job does not have, or one that is there twice.
+
+    Raises:
+        TrainingError: There is such a one.
+    """
+    num = len(setup.fragments)
+    if not all(each < num for each in fragments) or len(set(fragments)) < len(fragments):
+        do = "Run the same ringweave on all ranks"
+        expected = f"those below {num}, each once" if num else "none: this job has no fragments"
+        raise TrainingError("fragments", got=list(fragments), expected=expected, do=do)

@@ -5,6 +5,7 @@ change can do no harm.
 """
 
 import math
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import pydantic
@@ -59,6 +60,21 @@ class ServerSetup(pydantic.BaseModel):
     """Samples of each of those ranks in a whole batch at the start, for workers that join later; empty if none may."""
     local_steps: list[Count] = pydantic.Field(default_factory=list)
     """Steps of each ring from one push to the next, for workers that join later; empty where every step is pushed."""
+    fragments: list[list[Count]] = pydantic.Field(default_factory=list)
+    """Indices of the tensors of each fragment, which is pushed alone: the optimizer is that of outer steps. Empty:
+    every push has all tensors."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_fragments(self) -> "ServerSetup":
+        places = sorted(place for each in self.fragments for place in each)
+        if self.fragments and places != list(range(len(self.tensors))):
+            raise ValueError("fragments: each tensor in exactly one, expected")
+        return self
+
+    def places_of(self, fragments: Sequence[int]) -> list[list[int]]:
+        """Return the indices of the tensors of these fragments, of all if there are none; one list for each."""
+        every = self.fragments or [list(range(len(self.tensors)))]
+        return [every[index] for index in fragments] if fragments else every
 
     @property
     def may_lose_members(self) -> bool:
@@ -125,9 +141,15 @@ class Push(rpc.RpcMessage):
     ring: Count
     sequence: pydantic.PositiveInt
     base_version: Count
-    content: Literal["gradient", "change"]
+    content: Literal["gradient", "change", "outer_gradient"]
     """`gradient` is the mean over the ring's samples; `change` is how much its parameters changed in its local
-    steps."""
+    steps; `outer_gradient` the opposite of that, for the optimizer of outer steps."""
+    fragments: list[Count] = pydantic.Field(default_factory=list)
+    """Fragments of an outer gradient; empty: all."""
+    weight: float = pydantic.Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Weight of an outer gradient: the ring's part of an outer step."""
+    local_steps: Count = 0
+    """Local steps from one push to the next that the ring would take, by its measured times; 0: any number."""
     num_samples: Count
     batch_share: float = pydantic.Field(ge=0, allow_inf_nan=False)
     """Weight of the push: the ring's part of a train step of all rings."""
@@ -147,11 +169,15 @@ class Push(rpc.RpcMessage):
 
 
 class PullResult(rpc.RpcMessage):
-    """Parameters; one buffer for each dtype."""
+    """Parameters; one buffer for each dtype, of each fragment if there are some."""
 
     kind: ClassVar[str] = "params.pull_result"
 
     version: Count
+    waited_s: float = pydantic.Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Measured: seconds from the ring's last push until other rings had pushed the same fragment."""
+    local_steps: Count = 0
+    """Most local steps that a ring would take from one push of a fragment to the next; 0: none has said it."""
 
 
 class Pull(rpc.RpcMessage):
@@ -163,6 +189,10 @@ class Pull(rpc.RpcMessage):
     term: Count
     ring: Count
     after_sequence: Count
+    fragments: list[Count] = pydantic.Field(default_factory=list)
+    """Fragments to send, once the rings that push the same next have done so; empty: all, at once."""
+    next_fragment: Count = 0
+    """With all: the fragment that the ring pushes next."""
 
 
 class ShardResult(rpc.RpcMessage):
@@ -285,6 +315,8 @@ class RingAssignmentReply(rpc.RpcMessage):
     resumed_epoch: Count = 0
     resumed_seed: int | None = None
     """Seed of the orders of all epochs, if the job resumes from a checkpoint."""
+    next_fragment: Count = 0
+    """Fragment that the other rings push next."""
 
 
 class RingAssignmentRequest(rpc.RpcMessage):

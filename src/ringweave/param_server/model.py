@@ -7,6 +7,9 @@ train step, moved by the optimizer with the mean of all gradients pushed since, 
 these samples. The optimizer's state advances when the train step is full. With one ring this is synchronous
 training, exactly.
 
+Sites of mode `local` push outer gradients instead, one fragment of the parameters at a time. Then the optimizer is that
+of outer steps, and each fragment has steps of its own: one is full when all sites have pushed the fragment.
+
 Optimizers work element by element, so they get blocks of tensors, few at a time: the temporary memory beside the
 parameters, the state and the gradient sum stays in the cache.
 """
@@ -38,6 +41,8 @@ class AccumulatingModel:
         """
         self.setup = setup
         self.progress = progress or TrainStepProgress()
+        self.outer_progress = [TrainStepProgress() for _ in setup.fragments]
+        """Outer steps of each fragment; empty if gradients or changes are pushed."""
         self._step_start = initial
         self._gradient_sum: FlatTensors | None = None
         self.options: Sequence[dict[str, OptimizerOption]] = ()
@@ -47,6 +52,13 @@ class AccumulatingModel:
         self._ring_bases: dict[int, FlatTensors] = {}
         self._starts = tensor_blocks(initial)
         self._block_tensors = [place for place, view in enumerate(initial.views) for _ in range(_num_blocks(view))]
+        by_place: dict[int, list[int]] = {}
+        for index, place in enumerate(self._block_tensors):
+            by_place.setdefault(place, []).append(index)
+        self._blocks_of_parts = [
+            [index for place in places for index in by_place[place]] for places in setup.places_of(())
+        ]
+        """Indices of the blocks of each fragment, in the order of its tensors."""
         self._blocks = [nn.Parameter(block) for block in self._starts]
         self._scratch = ScratchTensors()
         self.optimizer = optimizers.make_optimizer(setup.optimizer, self._block_groups(), self._blocks)
@@ -73,16 +85,49 @@ class AccumulatingModel:
             TrainingError: Options or indices do not belong to this model; nothing is changed.
         """
         self._check_places(absent)
-        optimizers.adjust_options(self.optimizer, options, self.progress.length + share)
+        present = set(range(len(self.setup.tensors))) - set(absent)
+        self._add_to_step(0, gradient, share, options, present, damping)
+
+    def apply_outer_gradient(
+        self, content: Sequence[tuple[int, FlatTensors]], weight: float, num_train_steps: float, damping: float = 1.0
+    ) -> None:
+        """Add a ring's outer gradients to the present outer steps of these fragments.
+
+        Args:
+            content: Fragments, each with its outer gradient.
+            weight: Part of the ring in an outer step.
+            num_train_steps: Train steps of all rings that are in the parameters of all fragments now.
+            damping: As in `apply_gradient`.
+        """
+        options = [group.options for group in self.setup.groups]
+        for fragment, gradient in content:
+            self._add_to_step(fragment, gradient, weight, options, set(self.setup.fragments[fragment]), damping)
+        self.progress.total += num_train_steps
+
+    def _progress_of(self, part: int) -> TrainStepProgress:
+        return self.outer_progress[part] if self.outer_progress else self.progress
+
+    def _add_to_step(
+        self,
+        part: int,
+        gradient: FlatTensors,
+        share: float,
+        options: Sequence[dict[str, OptimizerOption]],
+        present: set[int],
+        damping: float,
+    ) -> None:
+        """Add a gradient to the present step of a fragment, and finish that if it is full now."""
+        progress = self._progress_of(part)
+        optimizers.adjust_options(self.optimizer, options, progress.length + share)
         self.options = options
-        is_first = not self.progress.weight
-        self.progress.add(share, share * damping, set(range(len(self.setup.tensors))) - set(absent))
-        if is_first and self.progress.is_full:
-            self._finish_step(gradient, 1.0)
+        is_first = not progress.weight
+        progress.add(share, share * damping, present)
+        if is_first and progress.is_full:
+            self._finish_step(part, gradient, 1.0)
             return
-        self._accumulate(gradient, share * damping, is_first=is_first)
-        if self.progress.is_full and self._gradient_sum is not None:
-            self._finish_step(self._gradient_sum, 1 / self.progress.weight)
+        sums = self._accumulate(part, gradient, share * damping, is_first=is_first)
+        if progress.is_full:
+            self._finish_step(part, sums, 1 / progress.weight)
 
     def check_push(self, push: Push) -> None:
         """Refuse a push that could not be applied, before it is replicated.
@@ -90,6 +135,9 @@ class AccumulatingModel:
         Raises:
             TrainingError: As in `apply_gradient`.
         """
+        if (push.content == "outer_gradient") != bool(self.setup.fragments):
+            do = "Run the same ringweave on all ranks"
+            raise TrainingError("content of a push", got=push.content, expected="that of the job", do=do)
         if push.content == "gradient":
             self._check_places(push.absent)
             optimizers.check_options(self.optimizer, push.options)
@@ -111,17 +159,24 @@ class AccumulatingModel:
         The prediction follows from the mean of the gradients so far and the optimizer's momentum; from momentum alone
         if the train step has no gradient yet.
         """
-        into.copy_(self._step_start)
-        present = self.progress.present or self.last_updated
-        length = self.progress.length + (ahead if present else 0.0)
+        for part, own in enumerate(into.parts):
+            self.read_part(part, own, ahead)
+
+    @torch.no_grad()
+    def read_part(self, part: int, into: FlatTensors, ahead: float = 0.0) -> None:
+        """Copy the newest parameters of a fragment there, as `read_parameters` does."""
+        progress = self._progress_of(part)
+        into.copy_(self._step_start.parts[part])
+        present = progress.present or self.last_updated
+        length = progress.length + (ahead if present else 0.0)
         if not length:
             return
         optimizers.adjust_options(self.optimizer, self.options, length)
-        outs, gathered = tensor_blocks(into), self.accumulated
-        sums = tensor_blocks(gathered) if gathered else None
-        for batch in self._batches():
+        outs, gathered = self._blocks_by_index(part, into), self._sums_of(part)
+        sums = self._blocks_by_index(part, gathered) if gathered else None
+        for batch in self._batches(part):
             with self._provisional_step(batch, outs):
-                self._step_blocks(batch, present, sums, 1 / self.progress.weight if sums else 0.0)
+                self._step_blocks(batch, present, sums, 1 / progress.weight if sums else 0.0)
 
     def keep_base(self, ring: int, base: FlatTensors) -> None:
         """Keep the parameters of the ring's next gradient for `compensate`."""
@@ -152,7 +207,8 @@ class AccumulatingModel:
     @property
     def accumulated(self) -> FlatTensors | None:
         """Weighted sum of the gradients of the present train step; None if there are none."""
-        return self._gradient_sum if self.progress.weight else None
+        has_some = any(each.weight for each in self.outer_progress or [self.progress])
+        return self._gradient_sum if has_some else None
 
     @accumulated.setter
     def accumulated(self, found: FlatTensors) -> None:
@@ -188,25 +244,38 @@ class AccumulatingModel:
         return found
 
     @torch.no_grad()
-    def _accumulate(self, gradient: FlatTensors, weight: float, *, is_first: bool) -> None:
-        self._gradient_sum = self._gradient_sum or FlatTensors(self.setup.tensors)
-        for total, piece in zip(self._gradient_sum.pieces, gradient.pieces, strict=True):
+    def _accumulate(self, part: int, gradient: FlatTensors, weight: float, *, is_first: bool) -> FlatTensors:
+        """Add a gradient to the sum of a fragment's present step, and return that."""
+        if self._gradient_sum is None:
+            self._gradient_sum = FlatTensors(self.setup.tensors, fragments=self.setup.fragments)
+            if self.setup.fragments:  # a snapshot has the sums of all fragments, also of those without any
+                torch._foreach_zero_(list(self._gradient_sum.pieces))
+        sums = self._gradient_sum.parts[part]
+        for total, piece in zip(sums.pieces, gradient.pieces, strict=True):
             if is_first:
                 torch.mul(piece, weight, out=total)
             else:
                 total.add_(piece, alpha=weight)
+        return sums
 
-    def _finish_step(self, sums: FlatTensors, scale: float) -> None:
-        """Finish the full train step: the optimizer's state advances."""
-        blocks = tensor_blocks(sums)
-        for batch in self._batches():
+    def _sums_of(self, part: int) -> FlatTensors | None:
+        has_some = self._gradient_sum is not None and self._progress_of(part).weight
+        return self._gradient_sum.parts[part] if self._gradient_sum is not None and has_some else None
+
+    def _blocks_by_index(self, part: int, content: FlatTensors) -> dict[int, Tensor]:
+        return dict(zip(self._blocks_of_parts[part], tensor_blocks(content), strict=True))
+
+    def _finish_step(self, part: int, sums: FlatTensors, scale: float) -> None:
+        """Finish the full train step of a fragment: the optimizer's state advances."""
+        blocks, progress = self._blocks_by_index(part, sums), self._progress_of(part)
+        for batch in self._batches(part):
             self._scratch.clear()
-            self._step_blocks(batch, self.progress.present, blocks, scale)
-        self.last_updated = set(self.progress.present)
-        self.progress.clear()
+            self._step_blocks(batch, progress.present, blocks, scale)
+        self.last_updated = set(progress.present)
+        progress.clear()
 
     def _step_blocks(
-        self, batch: Sequence[int], present: Container[int], sums: Sequence[Tensor] | None, scale: float
+        self, batch: Sequence[int], present: Container[int], sums: Mapping[int, Tensor] | None, scale: float
     ) -> None:
         """Step the optimizer on some blocks, with zero gradients if there are none."""
         for index in batch:
@@ -222,10 +291,11 @@ class AccumulatingModel:
         for index in batch:
             self._blocks[index].grad = None
 
-    def _batches(self) -> Iterator[list[int]]:
-        """Yield the indices of blocks that are processed together."""
-        batch, count = [], 0
-        for index, block in enumerate(self._starts):
+    def _batches(self, part: int) -> Iterator[list[int]]:
+        """Yield the indices of blocks of a fragment that are processed together."""
+        batch, count = list[int](), 0
+        for index in self._blocks_of_parts[part]:
+            block = self._starts[index]
             if batch and count + len(block) > BLOCK_ELEMENTS:
                 yield batch
                 batch, count = [], 0
@@ -234,7 +304,7 @@ class AccumulatingModel:
         yield batch
 
     @contextmanager
-    def _provisional_step(self, batch: Sequence[int], outs: Sequence[Tensor]) -> Iterator[None]:
+    def _provisional_step(self, batch: Sequence[int], outs: Mapping[int, Tensor]) -> Iterator[None]:
         """Let the optimizer move `outs` in place of these blocks, then restore its state."""
         state = self.optimizer.state
         self._scratch.clear()

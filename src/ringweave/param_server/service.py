@@ -6,6 +6,7 @@ lets one push at a time be replicated to the standby and then applied, so that v
 A ring reads a snapshot and saves it as a checkpoint, or gives one back at the start (`CheckpointHandlers`).
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +17,8 @@ from typing import Protocol
 
 from ringweave import rpc
 from ringweave.errors import ConnectionLostError, DeadlineError, TrainingError
+from ringweave.param_server import flat, messages, sessions, snapshots
 from ringweave.param_server import job as param_server_job
-from ringweave.param_server import messages, sessions, snapshots
 from ringweave.param_server.barrier import BarrierResult
 from ringweave.param_server.data_shards import DataPosition, ResumePoint
 from ringweave.param_server.flat import FlatTensors
@@ -221,17 +222,21 @@ def fit_snapshot(snapshot: ServerSnapshot, setup: messages.ServerSetup) -> Serve
     both = [
         {
             "parameters": [(each.name, tuple(each.shape), each.dtype) for each in one.tensors],
+            "local steps": one.overlaps,
             "optimizer": one.optimizer,
             "groups of parameters": [list(group.parameters) for group in one.groups],
-            "local steps": one.overlaps,
         }
         for one in (snapshot.setup, setup)
     ]
+    if snapshot.setup.fragments != setup.fragments:  # each has the optimizer of its own way
+        both = [{name: each[name] for name in ("parameters", "local steps")} for each in both]
     for what, wanted in both[1].items():
         if both[0][what] != wanted:
             got, expected = str(both[0][what])[:200], str(wanted)[:200]
             do = "Train what the checkpoint is of, or begin in another folder"
             raise TrainingError(f"{what} of the checkpoint of rings", got=got, expected=expected, do=do)
+    if snapshot.setup.fragments != setup.fragments:
+        snapshot = snapshots.with_fragments_of(snapshot, setup)
     return replace(snapshot, setup=setup, pushed={}, live_state=None, ring_bases={})
 
 
@@ -457,9 +462,8 @@ class ParameterService:
         with self.changed:
             if self.job is None:
                 # The received memory belongs to this call alone, so the job keeps it.
-                self.job = param_server_job.begin_job(
-                    setup, FlatTensors.over_buffers(setup.tensors, call.buffers), self._clock
-                )
+                first = flat.tensors_of_setup(setup, call.buffers)
+                self.job = param_server_job.begin_job(setup, first, self._clock)
                 self.counts.received_bytes += sum(len(buffer) for buffer in call.buffers)
                 self._reset_max_peers()
             elif self.job.setup != setup:
@@ -483,13 +487,13 @@ class ParameterService:
 
     def push_buffers(self, job: ServerJob, push: messages.Push, sizes: Sequence[int]) -> Sequence[memoryview]:
         """Return memory for a push that is about to come."""
-        param_server_job.check_buffers(job.setup, sizes)
+        param_server_job.check_buffers(job.setup, sizes, push.fragments)
         with self.changed:
             pool = job.receiving.pool_for(is_slow=job.link_speed.is_slow(push.ring))
         buffers = pool.acquire()  # without the lock, which the holder of the buffer needs to finish
         with self.changed:
             job.link_speed.push_began(push.ring, self._clock())
-        return buffers
+        return flat.select_buffers(job.setup, push.fragments, buffers)
 
     def _push(self, call: RpcCall) -> messages.PushResult:
         push: messages.Push = call.message
@@ -534,16 +538,22 @@ class ParameterService:
     def apply_push(self, job: ServerJob, push: messages.Push, buffers: Sequence[memoryview]) -> PushReceipt:
         """Apply a push as the next version; with the lock held."""
         age = job.ledger.check(push.ring, push.sequence, push.base_version)
-        content = FlatTensors.over_buffers(job.setup.tensors, buffers)
+        fragments = flat.fragments_of_setup(job.setup, push.fragments, buffers)
+        (_, content), *_ = fragments
         damping = job.ledger.policy.damping(age)
         if push.content == "gradient":
             job.prediction.note_push(push.ring, job.model.progress.total, push.batch_share)
             job.model.compensate(push.ring, content)
             job.model.apply_gradient(content, push.batch_share, push.options, push.absent, damping)
-        else:
+        elif push.content == "change":
             job.model.apply_change(content, push.batch_share, push.num_batches, damping)
+        else:
+            num_train_steps = push.batch_share * push.num_batches
+            job.model.apply_outer_gradient(fragments, push.weight, num_train_steps, damping)
         receipt = job.ledger.push(push.ring, push.sequence, push.base_version)
-        job.ring_progress[push.ring] = push.ring_progress
+        if push.ring_progress or push.content != "outer_gradient":  # else it is as before
+            job.ring_progress[push.ring] = push.ring_progress
+        job.pushed_at_s[push.ring] = self._clock()
         job.record_push(push)
         job.dispatcher.note_push(push.ring, push.num_samples)
         self.counts.staleness[receipt.staleness_versions] += 1
@@ -554,6 +564,7 @@ class ParameterService:
     def _pull(self, call: RpcCall) -> RpcReply:
         pull: messages.Pull = call.message
         job = self.find_job_for_leader(pull.term, pull.ring, call.peer)
+        param_server_job.check_fragments(job.setup, pull.fragments)
         is_between_pushes = job.setup.compensation > 0
         with self.changed:
             if not call.cancelled.is_set():
@@ -570,7 +581,10 @@ class ParameterService:
                     version, ahead = granted
                     self.counts.sent_bytes += sum(map(len, buffers))
                     self._replicator.replicate_grant(pull.ring, version, ahead, is_between_pushes=is_between_pushes)
-                    return RpcReply(messages.PullResult(version=version), buffers)
+                    waited_s = max(0.0, self._clock() - job.pushed_at_s.get(pull.ring, math.inf))
+                    steps = max(job.local_steps.values(), default=0) if pull.fragments else 0
+                    result = messages.PullResult(version=version, waited_s=waited_s, local_steps=steps)
+                    return RpcReply(result, buffers)
             del buffers
 
     def _wait_for_buffers(self, job: ServerJob, call: RpcCall) -> list[memoryview]:
@@ -601,11 +615,10 @@ class ParameterService:
 
     def _sending_buffers(self, job: ServerJob, pull: messages.Pull) -> list[memoryview] | None:
         """Return memory for the answer; None if the ring may not continue, or all of it is being sent."""
-        return (
-            job.sending.pool_for(is_slow=job.link_speed.is_slow(pull.ring)).acquire_nowait()
-            if param_server_job.may_pull(job, pull)
-            else None
-        )
+        if not param_server_job.may_pull(job, pull):
+            return None
+        buffers = job.sending.pool_for(is_slow=job.link_speed.is_slow(pull.ring)).acquire_nowait()
+        return None if buffers is None else list(flat.select_buffers(job.setup, pull.fragments, buffers))
 
     def _take_shard(self, call: RpcCall) -> messages.ShardResult:
         request: messages.TakeShard = call.message

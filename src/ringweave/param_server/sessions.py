@@ -285,6 +285,7 @@ class RingSessions:
                 resumed=list(resumed.position.done) if resumed else [],
                 resumed_epoch=resumed.position.epoch if resumed else 0,
                 resumed_seed=resumed.seed if resumed else None,
+                next_fragment=job.next_fragment(),
             )
 
 

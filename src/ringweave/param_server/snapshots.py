@@ -21,7 +21,7 @@ from typing_extensions import Buffer
 
 from ringweave.errors import TrainingError
 from ringweave.files import file_io
-from ringweave.param_server import optimizers
+from ringweave.param_server import flat, optimizers
 from ringweave.param_server.data_shards import DataPosition, DataShard, ResumePoint
 from ringweave.param_server.flat import FlatTensors
 from ringweave.param_server.messages import ServerSetup
@@ -31,7 +31,7 @@ from ringweave.param_server.versions import PushReceipt, RingGrants, TrainStepPr
 # One file, to show the writing and reading of each part side by side.
 
 
-_SNAPSHOT_FORMAT = 6
+_SNAPSHOT_FORMAT = 7
 _METADATA_KEY, _CHECKSUM_KEY = "ringweave", "check"
 
 
@@ -64,6 +64,8 @@ class ServerSnapshot:
     parameters: list[Tensor]
     """Parameters at the start of the present train step."""
     progress: TrainStepProgress
+    outer_progress: list[TrainStepProgress]
+    """Outer steps of each fragment; empty if there are none."""
     accumulated: list[Tensor]
     """Sum of the gradients of the present train step; empty if there are none."""
     groups: list[dict[str, Any]]
@@ -112,6 +114,7 @@ def take_snapshot(
         pushed=dict(pushed),
         parameters=[view.clone() for view in model.step_start.views],
         progress=replace(model.progress, present=set(model.progress.present)),
+        outer_progress=[replace(each, present=set(each.present)) for each in model.outer_progress],
         accumulated=[view.clone() for view in model.accumulated.views] if model.accumulated else [],
         groups=groups,
         state={key: value.clone() for key, value in entries.items() if isinstance(value, Tensor)},
@@ -198,7 +201,8 @@ def snapshot_to_parts(snapshot: ServerSnapshot) -> tuple[str, dict[str, Tensor]]
         "version": snapshot.version,
         "setup": snapshot.setup.model_dump(mode="json"),
         "pushed": [asdict(receipt) for receipt in snapshot.pushed.values()],
-        "progress": {**asdict(snapshot.progress), "present": sorted(snapshot.progress.present)},
+        "progress": _progress_to_json(snapshot.progress),
+        "outer_progress": [_progress_to_json(each) for each in snapshot.outer_progress],
         "groups": snapshot.groups,
         "scalars": snapshot.scalars,
         "options": snapshot.options,
@@ -290,6 +294,7 @@ def _parse_metadata(text: str, tensors: Mapping[str, Tensor]) -> ServerSnapshot:
         pushed={receipt["ring"]: PushReceipt(**receipt) for receipt in metadata["pushed"]},
         parameters=[tensors[f"parameter.{place}"] for place in range(len(setup.tensors))],
         progress=_parse_progress(metadata["progress"]),
+        outer_progress=_parse_outer_progress(metadata["outer_progress"], setup),
         accumulated=[
             tensors[f"accumulated.{place}"] for place in range(sum(key.startswith("accumulated.") for key in tensors))
         ],
@@ -338,6 +343,7 @@ def restore_model(snapshot: ServerSnapshot) -> AccumulatingModel:
     """Restore the model of a snapshot."""
     model = AccumulatingModel(snapshot.setup, _make_flat(snapshot.setup, snapshot.parameters), snapshot.progress)
     model.options, model.last_updated = snapshot.options, set(snapshot.last_updated)
+    model.outer_progress = snapshot.outer_progress
     for ring, base in snapshot.ring_bases.items():
         model.keep_base(ring, _make_flat(snapshot.setup, base))
     if snapshot.accumulated:
@@ -354,11 +360,35 @@ def restore_model(snapshot: ServerSnapshot) -> AccumulatingModel:
     return model
 
 
+def with_fragments_of(snapshot: ServerSnapshot, setup: ServerSetup) -> ServerSnapshot:
+    """Return the snapshot for sites that divide the parameters otherwise, or not at all, as a single site.
+
+    Outer steps that are not full end with the parts that they have. Momentum stays where there is an outer optimizer in
+    both.
+    """
+    newest = flat.tensors_of_setup(snapshot.setup)
+    restore_model(snapshot).read_parameters(newest)
+    model = AccumulatingModel(setup, _make_flat(setup, newest.views), snapshot.progress)
+    fitted = take_snapshot(model, snapshot.version, snapshot.pushed, position=snapshot.position)
+    has_outer_optimizers = bool(setup.fragments and snapshot.setup.fragments)
+    return replace(fitted, state=snapshot.state, scalars=snapshot.scalars) if has_outer_optimizers else fitted
+
+
 def _make_flat(setup: ServerSetup, tensors: list[Tensor]) -> FlatTensors:
-    flat = FlatTensors(setup.tensors)
-    for view, tensor in zip(flat.views, tensors, strict=True):
+    made = flat.tensors_of_setup(setup)
+    for view, tensor in zip(made.views, tensors, strict=True):
         view.copy_(tensor)
-    return flat
+    return made
+
+
+def _progress_to_json(progress: TrainStepProgress) -> dict[str, Any]:
+    return {**asdict(progress), "present": sorted(progress.present)}
+
+
+def _parse_outer_progress(books: Sequence[Mapping[str, Any]], setup: ServerSetup) -> list[TrainStepProgress]:
+    if len(books) != len(setup.fragments):
+        raise ValueError(f"outer steps of {len(books)} fragments, not of {len(setup.fragments)}")
+    return [_parse_progress(each) for each in books]
 
 
 def _parse_progress(book: Mapping[str, Any]) -> TrainStepProgress:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from ringweave.environment import EXACT
 from ringweave.errors import TrainingError
+from ringweave.planning import sites
 from ringweave.planning.sites import MAX_INNER_STEPS
 from ringweave.training import speed_test
 from ringweave.training.data.order import LoaderSpec
@@ -52,7 +53,7 @@ class Asynchronous:
 ELASTIC_INNER_STEPS = 64
 """Inner steps of mode local in an elastic job until its first exchange, if none are set: exchanges are exact, so they
 are to be rare."""
-ELASTIC_SITES = "in an elastic job sites exchange through a parameter server: means, exact, each site at its own time"
+ELASTIC_SITES = "in an elastic job sites exchange exact outer gradients through a parameter server"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +122,17 @@ class Local:
 
     def as_asynchronous(self) -> Asynchronous:
         """Return settings with which sites that come and go exchange through a parameter server, as rings do."""
-        return Asynchronous(local_steps=self.inner_steps or ELASTIC_INNER_STEPS)
+        return Asynchronous(local_steps=-(-self.elastic_inner_steps // self.elastic_fragments))
+
+    @property
+    def elastic_inner_steps(self) -> int:
+        """Inner steps in which each parameter gets one outer step at first, in an elastic job."""
+        return self.inner_steps or ELASTIC_INNER_STEPS
+
+    @property
+    def elastic_fragments(self) -> int:
+        """Fragments of the parameters in an elastic job."""
+        return min(self.fragments, self.elastic_inner_steps)
 
     @property
     def format(self) -> OuterFormat:
@@ -175,6 +186,11 @@ class Script:
     def parameters(self) -> list[torch.Tensor]:
         """Parameters of the optimizer, in its order."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def fragments_between(self, num_sites: int) -> tuple[tuple[int, ...], ...]:
+        """Return the indices of the parameters of each fragment of an elastic job in mode local; none for one site."""
+        sizes = [each.numel() for each in self.parameters]
+        return sites.divide_into_fragments(sizes, self.local.elastic_fragments) if num_sites > 1 else ()
 
     @property
     def sample_weights(self) -> SampleWeightTable | None:

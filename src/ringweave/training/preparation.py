@@ -239,7 +239,14 @@ def _elastic_must_match(script: Script, mode: str, *, is_wire_chosen: bool) -> d
         return found
     name = optimizers.check_optimizer_name(optimizers.optimizer_name(script.optimizer))
     # The next shard is known only when the ring has agreed on it, so nothing is loaded ahead.
-    return found | {"num_prefetched": 0, "optimizer": name, "local_steps": script.settings.local_steps}
+    local = script.local
+    outer = [local.elastic_fragments, local.outer_lr, local.outer_momentum] if mode == modes.LOCAL else []
+    return found | {
+        "num_prefetched": 0,
+        "optimizer": name,
+        "local_steps": script.settings.local_steps,
+        "outer": outer,
+    }
 
 
 def _elastic_wire(

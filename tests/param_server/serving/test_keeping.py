@@ -179,7 +179,7 @@ def test_pieces_come_in_their_order_and_are_of_a_snapshot_of_this_model() -> Non
     first, second, third = pieces_of(content)
     callers.handle(0, first[0], [memoryview(first[1])])
     with pytest.raises(
-        TrainingError, match=r"piece of a snapshot: .byte 934 of 1400., expected .*byte 467, of at most \d+.* Give back"
+        TrainingError, match=r"piece of a snapshot: .byte 966 of 1448., expected .*byte 483, of at most \d+.* Give back"
     ):
         callers.handle(0, third[0], [memoryview(third[1])])
     huge = second[0].model_copy(update={"first_byte": 0, "num_bytes": 1 << 40})

@@ -90,7 +90,9 @@ class Ring:
                 batch_share=1.0,
                 options=[OPTIONS],
             )
-            version = self.client.push_and_pull(round_, gradient(self.index, sequence).buffers(), room.buffers())[1]
+            version = self.client.push_and_pull(round_, gradient(self.index, sequence).buffers(), room.buffers())[
+                1
+            ].version
             self.done.append(time.monotonic())
             self.stop.wait(self.pause_s)
         self.client.leave_ring(is_for_good=False)

@@ -85,12 +85,10 @@ def join_job(
     if assigned is not None:
         seat, extra_state = assigned.assignment, dict(script.extra_state)
         exchange = SessionExchange(assigned, own_name, lambda: session, lambda: trainer)
-        is_derived = must_match["mode"] == modes.LOCAL and script.local.inner_steps is None
-        most_steps = script.local.max_inner_steps if is_derived else None
-        worker = RingWorker(exchange, script.parameters, local_steps=seat.local_steps, max_local_steps=most_steps)
+        worker = _make_ring_worker(script, must_match["mode"], exchange)
         join = Join(part=messages.part_of_ring(seat.ring), expected=len(seat.slots))
-    last_push = worker.changes.outbox.pieces if worker is not None and worker.changes is not None else ()
-    training_state = TrainingState(script.model, script.optimizer, extra_state, extra_tensors=last_push)
+    unpushed = () if worker is None or worker.changes is None else worker.changes.joining_tensors
+    training_state = TrainingState(script.model, script.optimizer, extra_state, extra_tensors=unpushed)
     share_table = _share_table(script, must_match["mode"], assigned)
     make_ring = None if exchange is None else exchange.make_progress
     trainer = TrainerState(description, share_table, timer, training_state, transport, recorder, ring=make_ring)
@@ -121,6 +119,19 @@ def join_job(
     timing.freeze_garbage_collector()
     session.start(client)
     return MemberParts(session=session, trainer=trainer, recorder=recorder, exchange=exchange, worker=worker)
+
+
+def _make_ring_worker(script: Script, mode: str, exchange: SessionExchange) -> RingWorker:
+    """Return this rank of its ring; in mode local the ring is a site, which pushes fragments if there are others."""
+    is_local, assigned = mode == modes.LOCAL, exchange.assigned
+    is_derived = is_local and script.local.inner_steps is None
+    return RingWorker(
+        exchange,
+        script.parameters,
+        local_steps=assigned.assignment.local_steps,
+        max_local_steps=script.local.max_inner_steps if is_derived else None,
+        fragments=script.fragments_between(assigned.num_rings) if is_local else (),
+    )
 
 
 def _share_table(script: Script, mode: str, assigned: AssignedMember | None) -> ShareTable:

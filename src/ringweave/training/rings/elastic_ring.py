@@ -35,6 +35,7 @@ from ringweave.training.rings.ring_progress import (
     RingCursor,
     RingProgress,
     SlotAssignment,
+    spans_of_json,
 )
 from ringweave.training.rings.ring_worker import RingWorker
 from ringweave.training.timing import StepTimer
@@ -208,7 +209,7 @@ class ElasticRing(SessionMembership):
         atexit.register(self.leave_server)
         if not self._trainer.progress.has_joined_late:
             self.refresh_parameters()
-        elif self.worker.changes is not None:
+        elif self.worker.changes is not None and not self.worker.num_fragments:  # else the base came along
             self.worker.changes.reset_base()
 
     @torch.no_grad()
@@ -242,12 +243,22 @@ class ElasticRing(SessionMembership):
         reply = client.request_assignment(parse_member_name(self._trainer.member)[0], is_starting=True)
         if self.worker.changes is not None:  # pushes in progress of earlier members are void
             client.leave_ring(is_for_good=False)
-        version = self.worker.pull(reply.num_pushed)
+        version = self.worker.pull(reply.num_pushed, reply.next_fragment)
         start = None
         if reply.resumed_seed is not None:
-            start = {"epoch": reply.resumed_epoch, "done": reply.resumed, "seed": reply.resumed_seed}
-        cursor = [reply.num_pushed, version, reply.num_shards, reply.num_barriers, version, 0, None, start]
-        return {"cursor": cursor, "epoch": reply.epoch, "ring_progress": reply.ring_progress}
+            done = spans_of_json(reply.resumed)
+            start = ResumeStart(epoch=reply.resumed_epoch, done=done, seed=reply.resumed_seed)
+        cursor = RingCursor(
+            ring=self.progress.cursor.ring,
+            num_pushed=reply.num_pushed,
+            base_version=version,
+            num_shards=reply.num_shards,
+            num_barriers=reply.num_barriers,
+            next_version=version,
+            num_since_level=reply.next_fragment,
+            start=start,
+        )
+        return {"cursor": cursor.to_json(), "epoch": reply.epoch, "ring_progress": reply.ring_progress}
 
     def _resume_ring(self, start: FetchedJson) -> None:
         text = start["ring_progress"]

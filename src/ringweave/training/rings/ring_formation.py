@@ -22,8 +22,7 @@ from ringweave.errors import DisagreementError, TrainingError, UsageError
 from ringweave.jobs import modes
 from ringweave.param_server import flat, optimizers
 from ringweave.param_server.client import RingClient
-from ringweave.param_server.flat import FlatTensors
-from ringweave.param_server.messages import ParameterGroup, ServerSetup
+from ringweave.param_server.messages import OptimizerOption, ParameterGroup, ServerSetup
 from ringweave.planning import balancing, ring_grouping
 from ringweave.planning.balancing import MemoryLimit, Rebalancer, ShareChange, Speed
 from ringweave.planning.balancing.shares import Shares
@@ -32,7 +31,7 @@ from ringweave.planning.mode_forecast import Ring
 from ringweave.training.balancer import ShareBalancer
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.mode_choice import forecast
-from ringweave.training.options import Asynchronous
+from ringweave.training.options import Asynchronous, Script
 from ringweave.training.timing import StepTimer
 
 _KIND_RATIO = 1.25
@@ -305,6 +304,18 @@ def build_server_setup(
     )
 
 
+def with_outer_optimizer(setup: ServerSetup, script: Script) -> ServerSetup:
+    """Return the set-up of sites that push fragments of outer gradients, to the optimizer of mode local."""
+    momentum, places = script.local.outer_momentum, list(range(len(setup.tensors)))
+    options: dict[str, OptimizerOption] = {"lr": script.local.outer_lr, "momentum": momentum, "nesterov": momentum > 0}
+    update = {
+        "optimizer": torch.optim.SGD.__name__,
+        "groups": [ParameterGroup(parameters=places, options=options)],
+        "fragments": [list(each) for each in script.fragments_between(len(setup.rings))],
+    }
+    return setup.model_copy(update=update)
+
+
 def check_optimizer_fresh(optimizer: Optimizer, settings: Asynchronous) -> None:
     """Refuse an optimizer that has taken steps if the server has the state, which starts without them.
 
@@ -379,7 +390,7 @@ def form_initial_rings(
 @torch.no_grad()
 def start_server_job(client: RingClient, setup: ServerSetup, parameters: Sequence[torch.Tensor]) -> None:
     """Give the server the job, with its first parameters."""
-    first = FlatTensors(setup.tensors)
+    first = flat.tensors_of_setup(setup)
     torch._foreach_copy_(first.views, [each.detach() for each in parameters])
     client.start_job(setup, first.buffers())
 

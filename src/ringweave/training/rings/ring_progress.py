@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ringweave.errors import TrainingError
@@ -166,6 +166,10 @@ class PendingPush:
     spans: Spans = ()
     pass_number: int | None = None
     """Number of the pass over the data; None is that of the epoch, as in elastic rings."""
+    fragments: tuple[int, ...] = ()
+    """Fragments of the parameters that are pushed; empty: all."""
+    weight: float = 0.0
+    """Part of the ring in an outer step of these fragments."""
 
     @classmethod
     def of_samples(cls, samples: UnpushedSamples, ring_progress: str) -> "PendingPush":
@@ -182,7 +186,24 @@ class PendingPush:
     @classmethod
     def of_json(cls, document: Mapping[str, Any]) -> "PendingPush":
         own: dict[str, Any] = {**document, "spans": spans_of_json(document["spans"])}
+        own["fragments"] = tuple(document["fragments"])
         return cls(**own)
+
+    @classmethod
+    def of_rounds(cls, rounds: Sequence["PendingPush"]) -> "PendingPush":
+        """Return the samples of several rounds of one epoch, with the report of the last one."""
+        last, num_batches = rounds[-1], sum(each.num_batches for each in rounds)
+        return replace(
+            last,
+            num_samples=sum(each.num_samples for each in rounds),
+            batch_share=sum(each.batch_share * each.num_batches for each in rounds) / num_batches,
+            num_batches=num_batches,
+            spans=merge_spans(span for each in rounds for span in each.spans),
+        )
+
+    def without_samples(self) -> "PendingPush":
+        """Return the push without samples: they count with a later one."""
+        return replace(self, num_samples=0, batch_share=0.0, num_batches=1, spans=(), ring_progress="")
 
     def to_json(self) -> dict[str, Any]:
         """Return the push as JSON values, for a joining member of an elastic ring."""
@@ -204,6 +225,12 @@ class RingCursor:
     """With local steps: version of the parameters on which the push after the next one is computed."""
     local_steps: int = 0
     """Local steps from one push to the next, once they follow from measured times; 0: as the job was started."""
+    num_since_level: int = 0
+    """With fragments: their number in the order of pushes, since all were pushed at once."""
+    weight: float = 0.0
+    """With fragments: the ring's part of a train step in the last round."""
+    partly_pushed: list[PendingPush] = field(default_factory=list)
+    """Rounds whose changes not all fragments have been pushed with: their samples count once all have."""
     pending: PendingPush | None = None
     start: ResumeStart | None = None
     """Position in the data from a checkpoint, if the job resumed from one."""
@@ -217,15 +244,40 @@ class RingCursor:
         pending = self.pending.to_json() if self.pending else None
         start = asdict(self.start) if self.start else None
         numbers = [self.num_pushed, self.base_version, self.num_shards, self.num_barriers, self.next_version]
-        return [*numbers, self.local_steps, pending, start]
+        partly_pushed = [each.to_json() for each in self.partly_pushed]
+        return [*numbers, self.local_steps, self.num_since_level, self.weight, partly_pushed, pending, start]
 
     def load_json(self, document: Sequence[Any]) -> None:
         """Load the values that `to_json` returned."""
-        *numbers, pending, start = document
+        *numbers, partly_pushed, pending, start = document
         self.num_pushed, self.base_version, self.num_shards, self.num_barriers, *later = numbers
-        self.next_version, self.local_steps = later
+        self.next_version, self.local_steps, self.num_since_level, self.weight = later
+        self.partly_pushed = [PendingPush.of_json(each) for each in partly_pushed]
         self.pending = PendingPush.of_json(pending) if pending else None
         self.start = ResumeStart.of_json(start) if start else None
+
+    def next_fragments(self, num_fragments: int) -> tuple[int, ...]:
+        """Return the fragment of the next push; none if the parameters are not divided."""
+        return (self.num_since_level % num_fragments,) if num_fragments else ()
+
+    def push_outer(self, computed: PendingPush, fragments: tuple[int, ...], num_fragments: int) -> PendingPush:
+        """Return the push of these fragments, all if there are none, after a round with these samples.
+
+        It carries the samples of the last round whose changes are in all fragments by it.
+        """
+        self.weight = computed.batch_share or self.weight
+        self.num_since_level += 1
+        if computed.num_samples:
+            self.partly_pushed.append(computed)
+        num_whole = max(0, len(self.partly_pushed) + 1 - num_fragments) if fragments else len(self.partly_pushed)
+        whole, self.partly_pushed = self.partly_pushed[:num_whole], self.partly_pushed[num_whole:]
+        counted = PendingPush.of_rounds(whole) if whole else computed.without_samples()
+        return replace(counted, fragments=fragments, weight=self.weight)
+
+    def make_level(self) -> None:
+        """Note that nothing is left to push: all fragments are, or what was computed is lost."""
+        self.num_since_level = 0
+        self.partly_pushed.clear()
 
     def count_answer(self, version: int | None, *, is_lost: bool = False) -> None:
         """Count the pending push as answered, or as lost.

@@ -1,11 +1,13 @@
 """Rank of a ring as worker of the parameter server, and the optimizer that the script gets back.
 
-Only the representative of the ring talks to the server. Both ways of working give all ranks the same parameters:
+Only the representative of the ring talks to the server. All ways of working give all ranks the same parameters:
 
 - *gradients*: the ring pushes its mean gradient, the server's optimizer makes the next version, which is broadcast.
 - *changes*: the ring's own optimizer makes local steps. The ring pushes the change of its parameters while it
   computes the next local steps. It takes in the returned version one round later, with its own changes since then
   on top.
+- *outer gradients*, of sites of mode `local`: the same, but each push has one fragment of the parameters, in turn, and
+  the server applies the mean of all sites with the outer optimizer. Before a barrier, all fragments are pushed at once.
 
 An exchange connects the ranks of a ring with each other and with the server. In a fixed ring it is a process group. In
 an elastic ring the first member is the representative; if it dies, the next member repeats the request: the server
@@ -133,6 +135,7 @@ class RingWorker:
         *,
         local_steps: int = 0,
         max_local_steps: int | None = None,
+        fragments: Sequence[Sequence[int]] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Create it without a connection.
@@ -142,20 +145,31 @@ class RingWorker:
             parameters: Trained parameters, in the server's order.
             local_steps: Steps from one push to the next; 0 pushes the gradients of each step.
             max_local_steps: Upper limit of local steps, where they follow from measured times; None: they are fixed.
+            fragments: Indices of the parameters of each fragment, which is pushed alone; empty: every push has all.
             clock: Monotonic clock in seconds.
         """
         self.ring, self.parameters = ring, list(parameters)
+        self.fragments = [list(each) for each in fragments]
         self.specs = flat.tensor_specs([(str(index), each) for index, each in enumerate(parameters)])
         device = str(parameters[0].device)
-        self.received = FlatTensors(self.specs, device=device)
+        self.received = self.make_flat(device)
         """Parameters received from the server, on every rank."""
         self._outbox: FlatTensors | None = None
         self._inbox: FlatTensors | None = self.received if device == "cpu" else None
-        outbox = FlatTensors(self.specs)
+        outbox = self.make_flat()
         self.changes = LocalStepChanges(self, outbox, local_steps, max_local_steps, clock) if local_steps else None
         """Local steps of this rank; None if every step is pushed."""
         self.last_result: PushResult | None = None
         """Result of the last push; None on ranks that do not push."""
+
+    @property
+    def num_fragments(self) -> int:
+        """Fragments of the parameters; 0 if every push has all."""
+        return len(self.fragments)
+
+    def make_flat(self, device: str = "cpu") -> FlatTensors:
+        """Return uninitialized memory for all parameters."""
+        return FlatTensors(self.specs, device=device, fragments=self.fragments)
 
     @torch.no_grad()
     def push_gradients(self, options: list[dict[str, OptimizerOption]]) -> None:
@@ -177,16 +191,20 @@ class RingWorker:
 
     def ring_push(
         self,
-        content: Literal["gradient", "change"],
+        content: Literal["gradient", "change", "outer_gradient"],
         pending: PendingPush,
         absent: Sequence[int] = (),
         options: Sequence[dict[str, OptimizerOption]] = (),
+        local_steps: int = 0,
     ) -> RingPush:
         """Return the ring's next push, without its buffers."""
         return RingPush(
             sequence=self.ring.cursor.num_pushed + 1,
             base_version=self.ring.cursor.base_version,
             content=content,
+            fragments=list(pending.fragments),
+            weight=pending.weight,
+            local_steps=local_steps,
             num_samples=pending.num_samples,
             batch_share=pending.batch_share,
             absent=list(absent),
@@ -199,22 +217,23 @@ class RingWorker:
         )
 
     def exchange(self, ring_push: RingPush, outbox: FlatTensors) -> FetchedJson:
-        """Push and receive the next parameters; for the representative.
+        """Push and receive the next parameters, of the same fragments; for the representative.
 
         Returns:
-            Version of the parameters, and `is_expired` if the other rings have ended the epoch without this one: the
-            samples of the push count as lost.
+            Version of the parameters, with `waited_s` and `local_steps` of the server's answer; `is_expired` if the
+            other rings have ended the epoch without this one: the samples of the push count as lost.
         """
+        fragments = ring_push.fragments
         try:
-            self.last_result, version = self.ring.client().push_and_pull(
-                ring_push, outbox.buffers(), self._get_inbox().buffers()
+            self.last_result, pulled = self.ring.client().push_and_pull(
+                ring_push, outbox.buffers(fragments), self._get_inbox().buffers(fragments)
             )
         except RemoteError as error:
             _check_expired(error, ring_push)
             self.ring.client().leave_ring(is_for_good=False)  # it waits for no answer to that push any more
             return {"version": self.pull(ring_push.sequence - 1), "is_expired": True}
-        self._copy_received()
-        return {"version": version}
+        self._copy_received(fragments)
+        return {"version": pulled.version, "waited_s": pulled.waited_s, "local_steps": pulled.local_steps}
 
     def push(self, ring_push: RingPush, outbox: FlatTensors) -> FetchedJson:
         """Push without pulling; for the representative. Returns `is_expired` as `exchange` does."""
@@ -225,9 +244,9 @@ class RingWorker:
             return {"is_expired": True}
         return {}
 
-    def pull(self, after_sequence: int) -> int:
+    def pull(self, after_sequence: int, next_fragment: int = 0) -> int:
         """Receive the newest parameters and return their version; for the representative."""
-        version = self.ring.client().pull(after_sequence, self._get_inbox().buffers())
+        version = self.ring.client().pull(after_sequence, self._get_inbox().buffers(), next_fragment)
         self._copy_received()
         return version
 
@@ -288,13 +307,14 @@ class RingWorker:
 
     def _get_inbox(self) -> FlatTensors:
         """Return the memory for parameters from the server; for the representative."""
-        self._inbox = self._inbox or FlatTensors(self.specs)
+        self._inbox = self._inbox or self.make_flat()
         return self._inbox
 
-    def _copy_received(self) -> None:
-        """Copy received parameters to the device."""
+    def _copy_received(self, fragments: Sequence[int] = ()) -> None:
+        """Copy received parameters of these fragments, of all if there are none, to the device."""
         if self._inbox is not None and self._inbox is not self.received:
-            self.received.copy_(self._inbox)
+            for own, part in zip(self.received.select(fragments), self._inbox.select(fragments), strict=True):
+                own.copy_(part)
 
     def _copy_gradients(self, outbox: FlatTensors) -> None:
         for parameter, view in zip(self.parameters, outbox.views, strict=True):
@@ -330,15 +350,20 @@ class LocalStepChanges:
         self._steps_s, self._exchanges_s = (deque[float](maxlen=length) for length in (_NUM_STEPS_S, NUM_REMEMBERED))
         self.outbox = outbox
         """Change of the parameters at the last push."""
-        self._base = FlatTensors(worker.specs, device=str(worker.parameters[0].device))
-        """Parameters at the last push, with the server's answers until then."""
-        self._num_since = 0
+        self.base = worker.make_flat(str(worker.parameters[0].device))
+        """Parameters at the last push of each fragment, with the server's answers until then."""
+        self._num_since = self._wanted_steps = 0
         self._background_exchange: _BackgroundExchange | None = None
 
     def reset_base(self) -> None:
         """Count changes from the present parameters: the server's, or those of a peer that has just pushed."""
-        torch._foreach_copy_(self._base.views, [each.detach() for each in self._worker.parameters])
+        torch._foreach_copy_(self.base.views, [each.detach() for each in self._worker.parameters])
         self._num_since = 0
+
+    @property
+    def joining_tensors(self) -> tuple[Tensor, ...]:
+        """Tensors that a joining member of the ring needs: the last push, and the base of fragments that come later."""
+        return (*self.outbox.pieces, *(self.base.pieces if self._worker.fragments else ()))
 
     @torch.no_grad()
     def count_step(self) -> None:
@@ -347,17 +372,35 @@ class LocalStepChanges:
         self._measure_step()
         if self._num_since < self.num_steps:
             return
+        pending = self._ring.cursor.pending
+        answered = self._places(pending.fragments) if pending is not None else []
         answer = self._apply_answer()
         if answer is not None and answer.get("is_expired"):
             return
-        changes = self._changes()
-        if answer is not None:  # the server's parameters plus the ring's own change
-            torch._foreach_copy_(self._worker.parameters, torch._foreach_add(changes, self._worker.received.views))
-        self._ring.change_atomically(lambda: self._record_push(changes))
+        fragments = self._ring.cursor.next_fragments(self._worker.num_fragments)
+        pushed = self._places(fragments)
+        changes = self._changes(pushed)
+        if answer is not None:
+            self._take_received(answered, changes if answered == pushed else self._changes(answered))
+        self._ring.change_atomically(lambda: self._record_push(changes, fragments))
         if self._ring.starts_pushes_at_once:
             self.send_pending()
-        self.reset_base()
+        self._count_from(pushed, [self._worker.parameters[place].detach() for place in pushed])
+        self._num_since = 0
         self._step_ended_s = self._clock()
+
+    def _take_received(self, places: Sequence[int], changes: list[Tensor]) -> None:
+        """Take the server's parameters, plus the ring's own changes, which are counted from the server's now."""
+        received = [self._worker.received.views[place] for place in places]
+        if places:
+            own = [self._worker.parameters[place] for place in places]
+            torch._foreach_copy_(own, torch._foreach_add(changes, received))
+        self._count_from(places, received)
+
+    def _count_from(self, places: Sequence[int], values: Sequence[Tensor]) -> None:
+        """Count the changes of these parameters from those values on."""
+        if places:
+            torch._foreach_copy_([self.base.views[place] for place in places], list(values))
 
     @property
     def num_steps(self) -> int:
@@ -373,15 +416,17 @@ class LocalStepChanges:
     def _derive_steps(self, exchange_s: float) -> int:
         """Return the fewest steps in whose time an exchange ends, by the last ones; on the representative."""
         self._exchanges_s.append(exchange_s)
-        present, longest = self.num_steps, self._max_steps
+        present, longest, num = self.num_steps, self._max_steps, max(1, self._worker.num_fragments)
         if longest is None or not self._steps_s:
             return present
         step_s, exchange_s = statistics.median(self._steps_s), statistics.median(self._exchanges_s)
-        split = RoundSplit(batch_samples=1, inner_steps=present, speeds=(1.0,), max_inner_steps=longest)
-        found = split.fitted(max(step_s, 1e-6), exchange_s, 0.0, 0.5, MIN_STEPS_CHANGE).inner_steps
-        if found != present:
+        cycle = present * num  # in which each parameter is pushed once
+        split = RoundSplit(batch_samples=1, inner_steps=cycle, speeds=(1.0,), fragments=num, max_inner_steps=longest)
+        found = split.fitted(max(step_s, 1e-6), exchange_s, 0.0, 0.5, MIN_STEPS_CHANGE).round_steps
+        before, self._wanted_steps = self._wanted_steps or present, found
+        if found != before:
             why = f"an exchange takes {exchange_s:.3g} s, a step {step_s:.3g} s, measured"
-            print_line(f"ringweave: ring {self._ring.cursor.ring}: {found} local steps a push, not {present}: {why}")
+            print_line(f"ringweave: ring {self._ring.cursor.ring}: {found} local steps a push, not {before}: {why}")
         return found
 
     def send_pending(self) -> None:
@@ -400,19 +445,27 @@ class LocalStepChanges:
             self.drop_answer()
         else:
             self._apply_answer()
-        if not self._num_since:
+        cursor = self._ring.cursor
+        if not (self._num_since or cursor.partly_pushed):
+            self._ring.change_atomically(cursor.make_level)
             return
-        changes = self._changes()
-        self._ring.change_atomically(lambda: self._record_push(changes))
+        changes = self._changes(self._places(()))
+        self._ring.change_atomically(lambda: self._record_push(changes, ()))
         ring_push = self._pending_push()
         answer = self._ring.broadcast_from_first(lambda: self._worker.push(ring_push, self.outbox))
         is_lost = answer.get("is_expired", False)
-        self._ring.change_atomically(lambda: self._ring.cursor.count_answer(None, is_lost=is_lost))
+
+        def count() -> None:
+            cursor.count_answer(None, is_lost=is_lost)
+            cursor.make_level()
+
+        self._ring.change_atomically(count)
         self._num_since = 0
 
     def discard_steps(self) -> None:
         """Discard the local steps since the last push: the pass was broken off."""
         self._num_since = 0
+        self._ring.change_atomically(self._ring.cursor.make_level)
 
     def wait_answered(self) -> None:
         """Wait until the server has the representative's pending push; waits for no other rank."""
@@ -437,13 +490,20 @@ class LocalStepChanges:
         cursor = self._ring.cursor
         if cursor.pending is None:
             return None
-        answer = self._ring.broadcast_from_first(self._fetch_answer, self._worker.received.pieces)
+        received = self._worker.received
+        pieces = [piece for part in received.select(cursor.pending.fragments) for piece in part.pieces]
+        answer = self._ring.broadcast_from_first(self._fetch_answer, pieces)
         self._background_exchange = None
         is_lost = answer.get("is_expired", False)
+        if is_lost and cursor.pending.fragments:  # only these have come
+            version = self._ring.broadcast_from_first(self._pull_all, received.pieces)
+            answer = {**answer, **version}
 
         def count() -> None:
             cursor.count_answer(answer.get("version"), is_lost=is_lost)
             cursor.local_steps = answer.get("local_steps", 0)
+            if is_lost:
+                cursor.make_level()
 
         self._ring.change_atomically(count)
         if is_lost:
@@ -454,7 +514,13 @@ class LocalStepChanges:
     def _fetch_answer(self) -> FetchedJson:
         exchange = self._current_exchange()
         answer = exchange.wait()
-        return {**answer, "local_steps": self._derive_steps(exchange.duration_s)}
+        # All sites push a fragment after as many steps as the one that needs most, to be equally far.
+        own = self._derive_steps(exchange.duration_s - answer.get("waited_s", 0.0))
+        steps = max(own, answer.get("local_steps", 0))
+        return {**answer, "local_steps": steps}
+
+    def _pull_all(self) -> FetchedJson:
+        return {"version": self._worker.pull(self._ring.cursor.num_pushed)}
 
     def _current_exchange(self) -> "_BackgroundExchange":
         """Return the exchange in progress; start it if there is none."""
@@ -463,19 +529,34 @@ class LocalStepChanges:
             self._background_exchange = _BackgroundExchange(self._worker, ring_push, self.outbox, self._clock)
         return self._background_exchange
 
-    def _changes(self) -> list[Tensor]:
-        return list(torch._foreach_sub([each.detach() for each in self._worker.parameters], self._base.views))
+    def _places(self, fragments: Sequence[int]) -> list[int]:
+        """Return the indices of the parameters of these fragments; of all if there are none."""
+        if not fragments:
+            return list(range(len(self._worker.parameters)))
+        return [place for index in fragments for place in self._worker.fragments[index]]
 
-    def _record_push(self, changes: list[Tensor]) -> None:
-        """Record the ring's next push, of everything computed since the one before."""
-        torch._foreach_copy_(self.outbox.views, changes)
-        self._ring.cursor.pending = PendingPush.of_samples(self._ring.samples, self._ring.last_words())
+    def _changes(self, places: Sequence[int]) -> list[Tensor]:
+        if not places:
+            return []
+        now = [self._worker.parameters[place].detach() for place in places]
+        return list(torch._foreach_sub(now, [self.base.views[place] for place in places]))
+
+    def _record_push(self, changes: list[Tensor], fragments: tuple[int, ...]) -> None:
+        """Record the ring's next push, of what these fragments lack; of all if there are none."""
+        cursor, num_fragments = self._ring.cursor, self._worker.num_fragments
+        for place, change in zip(self._places(fragments), changes, strict=True):
+            self.outbox.views[place].copy_(change.neg() if num_fragments else change)
+        computed = PendingPush.of_samples(self._ring.samples, self._ring.last_words())
+        cursor.pending = cursor.push_outer(computed, fragments, num_fragments) if num_fragments else computed
         self._ring.samples.clear()
 
     def _pending_push(self) -> RingPush:
         pending = self._ring.cursor.pending
         assert pending is not None, "noted"
-        return self._worker.ring_push("change", pending)
+        if not self._worker.num_fragments:
+            return self._worker.ring_push("change", pending)
+        wanted = (self._wanted_steps or self.num_steps) if self._max_steps else 0
+        return self._worker.ring_push("outer_gradient", pending, local_steps=wanted)
 
 
 class _BackgroundExchange:

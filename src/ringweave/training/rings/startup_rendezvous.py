@@ -189,7 +189,7 @@ def _ask_assignment(client: RingClient, slot: int, read_end_reason: Callable[[],
 
 _RESTARTED_SEARCH_S = 5.0
 """Time that a restarted worker searches for the server before it asks whether the job is over."""
-_MUST_MATCH = ("mode", "reduction", "weight", "on_failure", "seed", "optimizer", "local_steps")
+_MUST_MATCH = ("mode", "reduction", "weight", "on_failure", "seed", "optimizer", "local_steps", "outer")
 
 
 def assign_ring(
@@ -290,6 +290,10 @@ def _begin_server_job(
     update: dict[str, Any] = {"shares": [[shares[place] for place in ring] for ring in ring_indices]}
     if settings.local_steps:
         update["local_steps"] = [settings.local_steps] * len(ring_indices)
+    if mode == modes.LOCAL and len(rings) > 1:
+        setup = ring_formation.with_outer_optimizer(setup, script)
+    elif mode == modes.LOCAL:  # every push has all parameters
+        update["local_steps"] = [script.local.elastic_inner_steps]
     ring_formation.start_server_job(client, setup.model_copy(update=update), script.parameters)
     recorder = Recorder(environment, 0)
     recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=tuple(shares))

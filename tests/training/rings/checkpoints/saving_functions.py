@@ -12,23 +12,21 @@ from torch.utils.data import DataLoader
 
 import ringweave
 from ringweave.errors import TrainingError
-from ringweave.training import Asynchronous
 from ringweave.training.checkpoints import store
 from ringweave.training.mode_choice import trial
 from ringweave.training.mode_choice.trial import ModelTrial
 from tests.fakes.elastic_job import send_message
-from tests.training.rings.elastic.ring_functions import BATCH, make_data, make_model
+from tests.training.rings.elastic.ring_functions import BATCH, make_data, make_model, way_of
 from tests.training.rings.ring_training import meet_server
 
 
-def build(rings: int, local_steps: int) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
+def build(rings: int, local_steps: int, fragments: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
     """(model, optimizer, loader, schedule) of this worker, in rings; adaptive, so that a lost state would show."""
     trial.run_model_trial = lambda *_, **__: ModelTrial()  # on a busy machine it would form other rings
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     data = loader_of(torch.Generator().manual_seed(3))
-    asynchronous = Asynchronous(rings=rings, local_steps=local_steps)
-    model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode="ps-hra", asynchronous=asynchronous)
+    model, optimizer, loader = ringweave.prepare(model, optimizer, data, **way_of(rings, local_steps, fragments))
     return model, optimizer, loader, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
 
 
@@ -44,13 +42,15 @@ def train(
     local_steps: int = 0,
     every: int = 2,
     pause_s: float = 0.0,
+    fragments: int = 0,
+    *,
     tell: Callable[[tuple], object] = send_message,
 ) -> dict[str, Any]:
     """Go on from the newest checkpoint, and save after every so many of this ring's steps.
 
     Tells of each batch ("drawn", epoch, samples), and of where it began ("loaded", train steps, epoch, loss).
     """
-    model, optimizer, loader, schedule = build(rings, local_steps)
+    model, optimizer, loader, schedule = build(rings, local_steps, fragments)
     checkpoints = ringweave.Checkpoints(folder, model=model, optimizer=optimizer, loader=loader, schedule=schedule)
     train_step = loaded = checkpoints.load()
     tell(("loaded", loaded, loader.next_epoch, loss_of(model)))

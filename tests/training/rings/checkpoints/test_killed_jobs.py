@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from ringweave.param_server import snapshots
 from ringweave.param_server.data_shards import remaining_spans
 from ringweave.training.checkpoints import store
+from ringweave.training.checkpoints.exchange import SERVER_PART
 from ringweave.training.checkpoints.store import CheckpointFile
 from ringweave.training.data import order
 from tests.fakes.elastic_job import ElasticJob
@@ -42,9 +44,9 @@ def kill_all(job: ElasticJob, folder: Path, num_workers: int) -> None:
         assert job.outcome(member).exit_code == -signal.SIGKILL
 
 
-def first_run(folder: Path, local_steps: int = 0) -> list[CheckpointFile]:
+def first_run(folder: Path, local_steps: int = 0, fragments: int = 0) -> list[CheckpointFile]:
     """Four workers in two rings that are killed; their checkpoints, the newest first."""
-    settings = (str(folder), 10**6, 2, local_steps, 2, 0.02)
+    settings = (str(folder), 10**6, 2, local_steps, 2, 0.02, fragments)
     with ElasticJob(saving_functions.train, 4, *settings, services=("server",)) as job:
         kill_all(job, folder, 4)
     return store.list_checkpoints(folder)
@@ -59,6 +61,20 @@ def drawn(job: ElasticJob, num_workers: int, epoch: int) -> list[int]:
 def order_of(epoch: int, seed: int) -> list[int]:
     loader = saving_functions.loader_of(torch.Generator())
     return order.epoch_indices(loader, order.read_loader(loader), seed, epoch, lambda drawn: drawn).tolist()
+
+
+def check_outer_state(saved: CheckpointFile, fragments: int) -> None:
+    """The server's state has outer steps of each fragment, and the momentum of all parameters."""
+    snapshot = snapshots.snapshot_from_parts(**server_parts_of(saved))
+    assert len(snapshot.outer_progress) == fragments
+    if fragments:
+        assert all(each.num_finished for each in snapshot.outer_progress)
+        assert sum(name.endswith("momentum_buffer") for name in snapshot.state) == len(snapshot.parameters)
+
+
+def server_parts_of(saved: CheckpointFile) -> dict[str, Any]:
+    logged = store.read_checkpoint(saved).parts[SERVER_PART]
+    return {"text": logged["metadata"], "tensors": logged["tensors"]}
 
 
 def check_goes_on(
@@ -95,13 +111,17 @@ def check_loss(job: ElasticJob, num_workers: int, values: list[dict[str, Any]]) 
 
 
 @pytest.mark.parametrize(
-    "local_steps", [0, pytest.param(3, marks=pytest.mark.thorough)], ids=["every step is pushed", "local steps"]
+    ("local_steps", "fragments"),
+    [(0, 0), pytest.param(3, 0, marks=pytest.mark.thorough), (1, 4)],
+    ids=["every step is pushed", "local steps", "fragments"],
 )
-def test_a_job_that_is_killed_goes_on_with_other_workers(tmp_path: Path, local_steps: int) -> None:
-    newest = first_run(tmp_path, local_steps)[0]
+def test_a_job_that_is_killed_goes_on_with_other_workers(tmp_path: Path, local_steps: int, fragments: int) -> None:
+    """With fragments: in the middle of their cycle, as each step pushes one of four."""
+    newest = first_run(tmp_path, local_steps, fragments)[0]
+    check_outer_state(newest, fragments)
     state = store.read_checkpoint(newest).parts["loader"]
     num_epochs = state["epoch"] + 6
-    settings = (str(tmp_path), num_epochs, 2, local_steps)
+    settings = (str(tmp_path), num_epochs, 2, local_steps, 2, 0.0, fragments)
     with ElasticJob(saving_functions.train, 3, *settings, services=("server",)) as job:
         values = check_goes_on(job, 3, newest, state)
     assert newest.train_step < store.list_checkpoints(tmp_path)[0].train_step <= NUM_SAMPLES // BATCH * num_epochs

@@ -6,13 +6,14 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
 from ringweave.param_server.client import RingClient
-from ringweave.training import Asynchronous
+from ringweave.training import Asynchronous, Local
 from ringweave.training.mode_choice import trial
 from ringweave.training.mode_choice.trial import ModelTrial
 from tests.fakes.elastic_job import own_member, send_message
@@ -44,8 +45,11 @@ def train(
     pause_s: float = 0.0,
     until: Collection[tuple[str, ...]] = (),
     local_steps: int = 0,
+    fragments: int = 0,
 ) -> dict[str, Any]:
     """Train, telling what is done; the accounts of all epochs and the parameters at the end.
+
+    With fragments the rings are two sites of mode local, which push a fragment after so many local steps.
 
     "done" has the step's number here, the members, the step's number in the ring, and the sum of the parameters.
 
@@ -55,8 +59,8 @@ def train(
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     data = DataLoader(make_data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
-    asynchronous = Asynchronous(rings=rings, local_steps=local_steps)
-    model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode="ps-hra", asynchronous=asynchronous)
+    how = way_of(rings, local_steps, fragments)
+    model, optimizer, loader = ringweave.prepare(model, optimizer, data, **how)
     at, moment = faults.get(own_member(), (-1, ""))
     cursor = loader.source.membership.progress.cursor
     send_message(("prepared", loader.members, cursor.num_pushed))
@@ -82,6 +86,14 @@ def train(
         "ring": cursor.ring,
         "num_pushed": cursor.num_pushed,
     }
+
+
+def way_of(rings: int, local_steps: int, fragments: int) -> dict[str, Any]:
+    """Options of `prepare`: rings, or as many sites of mode local of about as many workers."""
+    if not fragments:
+        return {"mode": "ps-hra", "asynchronous": Asynchronous(rings=rings, local_steps=local_steps)}
+    sites = [each.tolist() for each in np.array_split(np.arange(int(os.environ["WORLD_SIZE"])), rings)]
+    return {"mode": "local", "local": Local(inner_steps=local_steps * fragments, fragments=fragments, sites=sites)}
 
 
 def arm(moment: str, model: Any) -> None:

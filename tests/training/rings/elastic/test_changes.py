@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ringweave.errors import ConnectionLostError, RemoteError
 from ringweave.param_server.client import RingPush
+from ringweave.param_server.messages import PullResult
 from ringweave.training.elastic.accounting import SampleAccounting
 from ringweave.training.rings import ring_progress
 from ringweave.training.rings.ring_progress import RingCursor, UnpushedSamples
@@ -41,16 +42,17 @@ class Server:
 
     def push_and_pull(
         self, round_: RingPush, content: Sequence[memoryview], into: Sequence[memoryview]
-    ) -> tuple[None, int]:
+    ) -> tuple[None, PullResult]:
         self.push(round_, content)
         torch.frombuffer(into[0], dtype=torch.float64).fill_(self.value)
-        return None, self.version
+        return None, PullResult(version=self.version)
 
     def leave_ring(self, *, is_for_good: bool) -> None:
         assert not is_for_good
         self.has_left = True
 
-    def pull(self, after_sequence: int, into: Sequence[memoryview]) -> int:
+    def pull(self, after_sequence: int, into: Sequence[memoryview], next_fragment: int) -> int:
+        assert next_fragment == 0
         assert after_sequence == self.sequence
         assert self.has_left, "else it may only pull what follows the push that was refused"
         torch.frombuffer(into[0], dtype=torch.float64).fill_(self.value)

@@ -1,5 +1,6 @@
 """What a ring pushes is counted by what is in it, also when a member was gone before it counted."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -126,10 +127,11 @@ def test_a_ring_that_begins_again_has_what_its_ring_progress_says_of_this_epoch(
     old.load_json(2, [[30, 7], [28, 5], [2, 2]])
     left = {"epoch": 2, "accounts": old.to_json()}
     assert "is_ring_progress" in ring_progress.ring_progress_json(old)
-    ring.resume_ring([5, 9, 6, 2, 9, 0, None, None], 2, left)
+    cursor = RingCursor(ring=1, num_pushed=5, base_version=9, num_shards=6, num_barriers=2, next_version=9)
+    ring.resume_ring(cursor.to_json(), 2, left)
     assert (ring.cursor.num_pushed, ring.cursor.num_shards, crew.progress.epoch) == (5, 6, 2)
     assert (crew.accounting.epoch_account().total.num_samples, ring.has_whole_epoch) == (28, False)
-    ring.resume_ring([5, 9, 6, 4, 9, 0, None, None], 3, left)
+    ring.resume_ring(replace(cursor, num_barriers=4).to_json(), 3, left)
     assert crew.accounting.epoch_account().total == SampleAccount(), "of another epoch"
     ring.open_epoch(4)
     assert ring.has_whole_epoch
@@ -139,11 +141,13 @@ def test_the_server_is_told_before_an_epoch_is_formed_but_for_the_first() -> Non
     told: list[Membership] = []
     _, ring = make(told.append)
     membership = Membership(generation_id=(1, 1), statuses=tuple(MemberStatus(member=member) for member in MEMBERS))
-    pending = {"num_samples": 8, "batch_share": 0.5, "ring_progress": "{}", "spans": [[4, 8]]}
-    notes = [{"ring": [4, 8, 5, 2, 9, 30, pending, {"epoch": 1, "done": [[0, 4]], "seed": 3}], "is_whole": False}] * 2
+    pending = {"num_samples": 8, "batch_share": 0.5, "ring_progress": "{}", "spans": [[4, 8]], "fragments": [1]}
+    start = {"epoch": 1, "done": [[0, 4]], "seed": 3}
+    notes = [{"ring": [4, 8, 5, 2, 9, 30, 2, 0.5, [pending], pending, start], "is_whole": False}] * 2
     ring.check_membership(membership)
     assert told == []
     ring.begin_generation(notes[0], is_joining=True)
+    pushed = PendingPush(num_samples=8, batch_share=0.5, ring_progress="{}", spans=((4, 8),), fragments=(1,))
     assert (ring.cursor, ring.has_whole_epoch) == (
         RingCursor(
             ring=1,
@@ -153,7 +157,10 @@ def test_the_server_is_told_before_an_epoch_is_formed_but_for_the_first() -> Non
             num_barriers=2,
             next_version=9,
             local_steps=30,
-            pending=PendingPush(num_samples=8, batch_share=0.5, ring_progress="{}", spans=((4, 8),)),
+            num_since_level=2,
+            weight=0.5,
+            partly_pushed=[pushed],
+            pending=pushed,
             start=ResumeStart(epoch=1, done=((0, 4),), seed=3),
         ),
         False,

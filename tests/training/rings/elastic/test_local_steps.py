@@ -1,4 +1,7 @@
-"""Real kills in rings that take local steps: no step is done twice, and whoever joins has what is under way."""
+"""Real kills in rings that take local steps: no step is done twice, and whoever joins has what is under way.
+
+The rings of mode local push one fragment of the parameters after the other.
+"""
 
 import signal
 from typing import Any
@@ -16,6 +19,11 @@ NUM_EPOCHS = 12
 LOCAL_STEPS = 3
 
 
+def steps_of(fragments: int) -> int:
+    """Local steps from one push to the next: with fragments fewer, to have many pushes too."""
+    return 2 if fragments else LOCAL_STEPS
+
+
 def sums_of(job: ElasticJob, member: str) -> dict[int, Any]:
     """Number of a step in the ring -> the sum of the parameters after it, as the member has them."""
     return {said[3]: said[4] for said, _ in job.messages(member) if said[0] == "done"}
@@ -29,10 +37,14 @@ def check_steps_alike(job: ElasticJob, first: str, second: str) -> int:
     return len(common)
 
 
+WAYS = pytest.mark.parametrize("fragments", [0, 4], ids=["all parameters", "fragments"])
+
+
+@WAYS
 @pytest.mark.parametrize("moment", ["push_and_pull", "take_shard", "wait_barrier", "push"])
-def test_a_representative_and_a_member_die_between_two_pushes(moment: str) -> None:
+def test_a_representative_and_a_member_die_between_two_pushes(moment: str, fragments: int) -> None:
     faults = {"0.0": (2, moment), "3.0": (2, "backward")}
-    arguments = (NUM_EPOCHS, 2, faults, 0.0, (), LOCAL_STEPS)
+    arguments = (NUM_EPOCHS, 2, faults, 0.0, (), steps_of(fragments), fragments)
     with ElasticJob(ring_functions.train, 4, *arguments, services=("server",)) as job:
         assert job.server is not None
         values, lost = left_of_two_pairs(job)
@@ -48,10 +60,11 @@ def test_a_representative_and_a_member_die_between_two_pushes(moment: str) -> No
             check_steps_alike(job, first, second)
 
 
-def test_workers_that_are_started_again_join_between_two_pushes_or_begin_their_ring_again() -> None:
+@WAYS
+def test_workers_that_are_started_again_join_between_two_pushes_or_begin_their_ring_again(fragments: int) -> None:
     faults = {"0.0": (2, "take_shard"), "2.0": (4, "push_and_pull"), "3.0": (4, "backward")}
     whole = (("0.1", "1.0"), ("2.1", "3.1"))
-    arguments = (10**6, 2, faults, 0.01, whole, LOCAL_STEPS)
+    arguments = (10**6, 2, faults, 0.01, whole, steps_of(fragments), fragments)
     with ElasticJob(ring_functions.train, 4, *arguments, services=("server",)) as job:
         for member in faults:
             assert job.outcome(member).exit_code == -signal.SIGKILL

@@ -24,10 +24,15 @@ def wait_steps(job: ElasticJob, members: Sequence[str], count: int = 3) -> None:
         job.wait_message(member, lambda said, least=done + count: said[0] == "done" and said[1] >= least)
 
 
-def test_servers_die_alone_with_the_coordinator_and_with_a_representative_and_training_goes_on() -> None:
+@pytest.mark.parametrize(("local_steps", "fragments"), [(0, 0), (1, 4)], ids=["gradients", "fragments"])
+def test_servers_die_alone_with_the_coordinator_and_with_a_representative_and_training_goes_on(
+    local_steps: int, fragments: int
+) -> None:
+    """With fragments the standby has momentum and the outer steps that are not full."""
     whole = (("0.1", "1.0"), ("2.0", "3.1"))
     attendants = ("servers", "standby")
-    with ElasticJob(ring_functions.train, 4, 10**6, 2, {}, 0.05, whole, services=attendants) as job:
+    arguments = (10**6, 2, {}, 0.05, whole, local_steps, fragments)
+    with ElasticJob(ring_functions.train, 4, *arguments, services=attendants) as job:
         pair = job.servers
         assert pair is not None
         wait_steps(job, REPRESENTATIVES)
