@@ -47,6 +47,11 @@ def alternating(*factors: Sequence[object]) -> list[object]:
     return found
 
 
+def is_thorough() -> bool:
+    """Return whether this is the thorough run; known when test modules are imported."""
+    return settings.default.max_examples == settings.get_profile(_THOROUGH).max_examples
+
+
 def share_of(thorough: int) -> int:
     """How many to try, where the thorough run tries so many."""
     return max(1, thorough * settings.default.max_examples // settings.get_profile(_THOROUGH).max_examples)

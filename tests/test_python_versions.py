@@ -56,9 +56,11 @@ def wrong(tree: ast.AST) -> set[str]:
     return {name for name in uses(tree) if name in modules | names}
 
 
-def test_nothing_is_used_that_a_later_python_has_removed() -> None:
+def test_nothing_is_used_that_a_later_python_has_removed_and_no_annotation_means_a_member_of_its_class() -> None:
     for path in sources():
         tree = ast.parse(path.read_text(encoding="utf-8"))
+        hidden = hidden_annotations(tree)
+        assert not hidden, f"{path}: quote the annotations with {hidden}, or import the type by its own name"
         assert not wrong(tree), f"{path}: {wrong(tree)}"
         for node in ast.walk(tree):  # PEP 649: classes have no dictionary of annotations of their own any more
             assert not (isinstance(node, ast.Constant) and node.value == "__annotations__"), f"{path}:{node.lineno}"
@@ -72,15 +74,12 @@ def leaves(node: ast.stmt) -> bool:
 
 def hidden_annotations(tree: ast.AST) -> set[str]:
     """Names in annotations of a class that the class itself binds: 3.14 evaluates annotations late, and finds those."""
-    return {
-        name.id
-        for made in ast.walk(tree)
-        if isinstance(made, ast.ClassDef)
-        for member in made.body
-        for annotation in annotations(member)
-        for name in ast.walk(annotation)
-        if isinstance(name, ast.Name) and name.id in {bound for each in made.body for bound in bound_names(each)}
-    }
+    found: set[str] = set()
+    for made in (each for each in ast.walk(tree) if isinstance(each, ast.ClassDef)):
+        bound = {name for each in made.body for name in bound_names(each)}
+        names = (each for member in made.body for annotation in annotations(member) for each in ast.walk(annotation))
+        found |= {each.id for each in names if isinstance(each, ast.Name) and each.id in bound}
+    return found
 
 
 def bound_names(node: ast.stmt) -> list[str]:
@@ -101,12 +100,6 @@ def annotations(node: ast.stmt) -> list[ast.expr]:
     arguments = [*taken.posonlyargs, *taken.args, *taken.kwonlyargs, taken.vararg, taken.kwarg]
     found = [node.returns, *(each.annotation for each in arguments if each is not None)]
     return [each for each in found if each is not None]
-
-
-def test_no_annotation_means_a_member_of_its_class() -> None:
-    for path in sources():
-        hidden = hidden_annotations(ast.parse(path.read_text(encoding="utf-8")))
-        assert not hidden, f"{path}: quote the annotations with {hidden}, or import the type by its own name"
 
 
 @pytest.mark.parametrize(

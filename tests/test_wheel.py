@@ -143,7 +143,15 @@ def bare_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site / "sitecustomize.py").write_text(NO_TORCH)
     dependencies = [path for path in sys.path if path.endswith("site-packages")]
     (site / "dependencies.pth").write_text("\n".join(dependencies) + "\n")
+    code = "import ringweave; print(ringweave.__file__)"
+    environ = bare_environ()
+    found = subprocess.run([python, "-c", code], cwd=folder, env=environ, capture_output=True, text=True, check=True)
+    assert found.stdout.startswith(str(folder))
     return python
+
+
+def bare_environ() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "RINGWEAVE_"))}
 
 
 @pytest.mark.slow
@@ -174,14 +182,10 @@ def test_doctor_of_the_installed_wheel_names_torch_as_missing(bare_python: Path,
 
 
 def run_installed(python: Path, folder: Path, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "RINGWEAVE_"))}
-    code = "import ringweave; print(ringweave.__file__)"
-    found = subprocess.run(
-        [str(python), "-c", code], cwd=folder, env=environ, capture_output=True, text=True, check=True
-    )
-    assert found.stdout.startswith(str(python.parents[1]))
     command = [str(python.parent / "ringweave"), *words]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=bare_environ(), capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 @pytest.mark.slow

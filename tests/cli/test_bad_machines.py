@@ -52,12 +52,15 @@ KNOWN = KnownRun(
 )
 WALK = """
 import json, os, resource, sqlite3, sys
-from ringweave.cli import main
+from ringweave.cli import main, torch_trial
 from ringweave.platforms.local import registry, supervisor
 
 condition, commands = sys.argv[1], json.loads(sys.argv[2])
 supervisor.ensure_supervisor = lambda state, job_id, environ: None
 registry.LOCK_TIMEOUT_S = 0.05
+if condition.endswith(("registry", "registry at all", "output", "pipe")):
+    # What the process that tries torch meets is as on any machine: it has no registry, and writes to a pipe.
+    torch_trial.__file__ = os.path.abspath("trial.py")
 jobs = os.path.join(os.environ["XDG_STATE_HOME"], "ringweave", "jobs.sqlite")
 submitted = ["submit", "-y", "--detach", "--name", "old", "--cpu-workers", "3", "--capacity", "3", "--script", "job.py"]
 assert main.run_command_line(submitted) == 0
@@ -108,6 +111,9 @@ main._is_output_written()
 """
 
 
+TRIAL = """import json; print(json.dumps({"torch": ["ok", "2"], "gpus": ["missing", "none"]}))"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "condition",
@@ -127,6 +133,7 @@ main._is_output_written()
 def test_no_verb_shows_a_traceback(tmp_path: Path, condition: str) -> None:
     assert {command[0] for command in COMMANDS} == set(VERBS)
     (tmp_path / "job.py").write_text("print('trained')\n")
+    (tmp_path / "trial.py").write_text(TRIAL)
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("KUBE", "RINGWEAVE"))}
     environ |= {"XDG_STATE_HOME": str(tmp_path / "state"), "HOME": str(tmp_path), "PYTHONFAULTHANDLER": "1"}
     argv = [sys.executable, "-c", WALK, condition, json.dumps(COMMANDS)]

@@ -74,20 +74,23 @@ UNUSED_BY_SUBMIT = UNUSED_BY_STATUS | {
 }
 
 
+UNUSED_BY_LAB = {"cryptography", "numpy", "ringweave.jobs", "ringweave.launcher", "ringweave.rpc", "torch"}
 UNUSED_BY_RUN = {"numpy", "ringweave.cost", "ringweave.planning", "ringweave.schedules", "torch"}
 
 
-def test_submit_status_and_run_load_only_what_they_need(tmp_path: Path) -> None:
+def test_submit_status_lab_and_run_load_only_what_they_need(tmp_path: Path) -> None:
     """Of 200 commands at once, each needs the processor for what it imports."""
     (tmp_path / "job.py").write_text("")
     environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
     submit = ["submit", "-y", "--detach", "--cpu-workers", "1", "--capacity", "1", "--min-per-node", "1"]
     submit += ["--script", "job.py", "--name", "tiny"]
     status, run = ["status", "tiny"], ["run", "--mode", "sync", "--elastic", "1:2", "--run-dir", "run", "--", "true"]
-    for argv, unused in ((submit, UNUSED_BY_SUBMIT), (status, UNUSED_BY_STATUS), (run, UNUSED_BY_RUN)):
+    lab = ["lab", "status"]
+    needs = ((submit, UNUSED_BY_SUBMIT), (status, UNUSED_BY_STATUS), (lab, UNUSED_BY_LAB), (run, UNUSED_BY_RUN))
+    for argv, unused in needs:
+        stub = "from ringweave.platforms.local import supervisor; supervisor.ensure_supervisor = lambda *_: None;"
         code = (
-            "import sys; from ringweave.platforms.local import supervisor; from ringweave.cli import main;"
-            "supervisor.ensure_supervisor = lambda *_: None;"
+            f"import sys; from ringweave.cli import main; {stub if argv is submit else ''}"
             f"code = main.run_command_line({argv}); loaded = {unused} & set(sys.modules);"
             "sys.exit(str(loaded) if loaded else code)"
         )

@@ -1,6 +1,7 @@
 """Jobs from submit to their end, led by `ringweave operator` as a process of its own."""
 
 import asyncio
+import json
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -177,6 +178,9 @@ def test_an_elastic_job_ends_without_a_node_that_hangs(kube: Kube, operator: Ope
                 pods[node, 1], AgentStatus(round=1, phase=GroupPhase.SUCCEEDED, pid=1, exit_code=0, **knows)
             )
         )
+    kube.play("hangs", lambda: suspected_since_s(kube, "hangs", 2) is not None, steps=False)
+    assert not kube.in_state("hangs", "Succeeded")()
+    let_time_pass(kube, "hangs", 2, EVICTED_HANG.limit_s)
     kube.play("hangs", kube.in_state("hangs", "Succeeded"), steps=False)
     told = status(kube, "hangs")
     assert told["reason"] == "CompletedWithoutNodes"
@@ -184,6 +188,18 @@ def test_an_elastic_job_ends_without_a_node_that_hangs(kube: Kube, operator: Ope
     assert [(node["state"], node["retries"]) for node in told["nodes"]] == [("Succeeded", 0)] * 2 + [("Stopped", 0)]
     kube.remove("hangs")
     kube.play("hangs", is_gone(kube, "hangs"))
+
+
+def suspected_since_s(kube: Kube, name: str, node: int) -> float | None:
+    return json.loads(status(kube, name)["record"])["nodes"][node].get("suspected_since_s")
+
+
+def let_time_pass(kube: Kube, name: str, node: int, passed_s: float) -> None:
+    """Have a node suspected for longer than it is; tests/jobs/life/test_hanging.py counts the time on its own clock."""
+    record = json.loads(status(kube, name)["record"])
+    record["nodes"][node]["suspected_since_s"] -= passed_s
+    body = {"status": {"record": json.dumps(record)}}
+    kube.run(kube.client.patch(api_client.TRAINING_JOBS, kube.namespace, name, body, subresource="status"))
 
 
 def test_a_pod_that_vanishes_is_replaced(kube: Kube, operator: OperatorProcess) -> None:

@@ -192,7 +192,8 @@ def test_nothing_stays_stopped_when_the_pause_process_is_killed(user: OrdinaryUs
     assert user.json("lab", "down") == {"down": []}
 
 
-@pytest.mark.parametrize("after_s", [0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 1.0])
+# tests/lab/test_crashes.py kills it at every point; here it is the pause process that has to clear it away.
+@pytest.mark.parametrize("after_s", [0.1, 0.2, 0.3, 0.4, 0.6])
 def test_an_up_that_is_killed_leaves_nothing(user: OrdinaryUser, after_s: float) -> None:
     with subprocess.Popen(
         user.ringweave("lab", "up", "cluster.yaml"), cwd=user.folder, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE

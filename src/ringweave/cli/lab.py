@@ -10,21 +10,34 @@ from typing import Any, cast
 import click
 
 from ringweave import lab, topology, units
-from ringweave.cli import run as cli_run
 from ringweave.cli.echo import echo
-from ringweave.cli.run import PROGRAM_CONTEXT_SETTINGS, ProgramCommand, run_here
 from ringweave.errors import LabError, UsageError
 from ringweave.lab import Lab, cpu_quotas, user_namespace
 from ringweave.lab import lab as lab_lab
-from ringweave.launcher import workers
-from ringweave.launcher.local_run import RunOptions, RunRequest
-from ringweave.launcher.node_context import LabContext
 
-_LAB_OPTION = click.option("--lab", "name", metavar="NAME", help="Name of the lab. Default: the only one that is up.")
+PROGRAM_CONTEXT_SETTINGS = {"allow_interspersed_args": False}
+"""Settings of commands that end with a program and its arguments."""
+LAB_OPTION = click.option("--lab", "name", metavar="NAME", help="Name of the lab. Default: the only one that is up.")
 _JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
-@click.group
+class LabGroup(click.Group):
+    """Group that imports `run` when it is called: the launcher takes longer to load than all other commands need."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return all commands by name."""
+        return sorted([*self.commands, "run"])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command of that name; None if there is none."""
+        if cmd_name == "run":
+            from ringweave.cli import run
+
+            return run.lab_run_command
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=LabGroup)
 def command() -> None:
     """Bring a cluster file up on this Linux machine, and work in it.
 
@@ -34,7 +47,7 @@ def command() -> None:
     """
 
 
-def _enter_user_namespace(*, starts: bool = False) -> None:
+def enter_user_namespace(*, starts: bool = False) -> None:
     """Run this very command again in the user's namespaces, unless it is there already, or root."""
     user_namespace.enter([sys.executable, *sys.orig_argv[1:]], starts=starts)
 
@@ -67,7 +80,7 @@ def up(cluster_path: str, name: str | None, quotas: str, as_json: bool) -> int:
     """Bring CLUSTER up. Remains of an earlier lab of that name are removed first."""
     started_s = time.monotonic()
     cluster = topology.load(cluster_path)
-    _enter_user_namespace(starts=True)
+    enter_user_namespace(starts=True)
     made = lab.up(cluster, name, quotas=cast("Any", quotas), progress=lambda what: _write_note(f"{what} ..."))
     wall_s = round(time.monotonic() - started_s, 3)
     if as_json:
@@ -80,7 +93,7 @@ def up(cluster_path: str, name: str | None, quotas: str, as_json: bool) -> int:
 
 
 @command.command("exec", context_settings=PROGRAM_CONTEXT_SETTINGS)
-@_LAB_OPTION
+@LAB_OPTION
 @click.option("--device", type=int, metavar="N", help="Compute on this device of the node, with its CPU quota.")
 @click.argument("node")
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED, required=True, metavar="-- CMD [ARGS]...")
@@ -89,39 +102,15 @@ def execute(name: str | None, device: int | None, node: str, argv: tuple[str, ..
     argv = argv[1:] if argv[0] == "--" else argv
     if not argv:
         raise UsageError("command: none given, expected one after --. For example: ringweave lab exec a0 -- hostname.")
-    _enter_user_namespace()
-    command_line = _find_lab(name).command(node, argv, device=device)
+    enter_user_namespace()
+    command_line = find_lab(name).command(node, argv, device=device)
     if shutil.which(argv[0]) is None:
         return _refuse_lab_command(argv[0], node)
     return os.execv(command_line[0], command_line)
 
 
-@command.command("run", cls=ProgramCommand, context_settings=PROGRAM_CONTEXT_SETTINGS)
-@_LAB_OPTION
-@click.option(
-    "--no-cluster-file", is_flag=True, help="Start workers without a cluster file, so that they probe the network."
-)
-@cli_run.run_program_options
-def run(name: str | None, no_cluster_file: bool, options: RunOptions) -> int:
-    """Run SCRIPT, or any command after --, on all devices of the lab, every worker in its node.
-
-    Otherwise the same as ringweave run.
-    """
-    _enter_user_namespace()
-    target_lab = _find_lab(name)
-    request = RunRequest(
-        options=options,
-        cluster=target_lab.cluster,
-        cluster_text=topology.dumps(target_lab.cluster),
-        run_dir=options.resolve_run_dir(),
-        node_context=LabContext(target_lab),
-        shares_cluster_file=not no_cluster_file,
-    )
-    return run_here(request)
-
-
 @command.command("set")
-@_LAB_OPTION
+@LAB_OPTION
 @click.argument("link")
 @click.argument("rate")
 @_JSON_OPTION
@@ -131,8 +120,8 @@ def set_rate(name: str | None, link: str, rate: str, as_json: bool) -> int:
     For example "a0->r0" 100Mbit/s; or "a0<->r0" for both directions. The shell needs the quotes.
     """
     rate_bytes_per_s = units.parse_rate(rate)
-    _enter_user_namespace()
-    target_lab = _find_lab(name)
+    enter_user_namespace()
+    target_lab = find_lab(name)
     links = _link_directions(link)
     for each in links:
         target_lab.rate(each)  # refuses an unknown link before any change
@@ -147,33 +136,33 @@ def set_rate(name: str | None, link: str, rate: str, as_json: bool) -> int:
 
 
 @command.command("cut")
-@_LAB_OPTION
+@LAB_OPTION
 @click.option("--in", "way", flag_value="in", help="Drop incoming packets only.")
 @click.option("--out", "way", flag_value="out", help="Drop outgoing packets only.")
 @click.argument("node")
 @_JSON_OPTION
 def cut(name: str | None, way: str | None, node: str, as_json: bool) -> int:
     """Cut NODE off from the network in both directions: packets vanish without an error."""
-    _enter_user_namespace()
-    target_lab = _find_lab(name)
+    enter_user_namespace()
+    target_lab = find_lab(name)
     target_lab.cut(node, way or "both")
     return _print_cut(target_lab, node, as_json=as_json)
 
 
 @command.command("mend")
-@_LAB_OPTION
+@LAB_OPTION
 @click.argument("node")
 @_JSON_OPTION
 def mend(name: str | None, node: str, as_json: bool) -> int:
     """Connect NODE again after lab cut."""
-    _enter_user_namespace()
-    target_lab = _find_lab(name)
+    enter_user_namespace()
+    target_lab = find_lab(name)
     target_lab.reconnect(node)
     return _print_cut(target_lab, node, as_json=as_json)
 
 
 @command.command("status")
-@_LAB_OPTION
+@LAB_OPTION
 @_JSON_OPTION
 def show(name: str | None, as_json: bool) -> int:
     """List labs with their nodes and links.
@@ -181,7 +170,7 @@ def show(name: str | None, as_json: bool) -> int:
     Nodes have addresses, CPU quotas and processes; links have rates, now and in the cluster file, and the bytes sent
     since the lab is up.
     """
-    _enter_user_namespace()
+    enter_user_namespace()
     if name is not None and name not in lab.names():
         lab.find(name)  # its error lists the labs
     documents = [lab_lab.lab_document(name)] if name is not None else _describe_all()
@@ -202,14 +191,14 @@ def _describe_all() -> list[dict[str, Any]]:
 
 
 @command.command("down")
-@_LAB_OPTION
+@LAB_OPTION
 @click.option("--all", "is_all", is_flag=True, help="All labs of this machine.")
 @_JSON_OPTION
 def down(name: str | None, is_all: bool, as_json: bool) -> int:
     """Take a lab down, complete or not, and end its processes. It may be gone already."""
     if is_all and name is not None:
         raise UsageError("--lab and --all: both given, expected one of them. Leave --lab out to take all down.")
-    _enter_user_namespace()
+    enter_user_namespace()
     there = lab.names()
     wanted = there if is_all else [name] if name is not None else [_only_lab(there)] if there else []
     gone = [each for each in wanted if lab.down(each)]
@@ -231,7 +220,8 @@ def _print_cut(target_lab: Lab, node: str, *, as_json: bool) -> int:
     return 0
 
 
-def _find_lab(name: str | None) -> Lab:
+def find_lab(name: str | None) -> Lab:
+    """Return the lab of that name; without one, the only lab that is up."""
     if name is not None:
         return lab.find(name)
     return lab.find(_only_lab([each for each in lab.names() if lab.is_up(each)]))
@@ -253,6 +243,8 @@ def _only_lab(names: list[str]) -> str:
 
 def _refuse_lab_command(name: str, node: str) -> int:
     """Report the command that cannot be run; return 127 or 126, like a shell."""
+    from ringweave.launcher import workers
+
     echo(f"ringweave: error: {workers.unrunnable_command_text(name, where=f'node {node}')}", err=True)
     return 126 if workers.is_not_executable(name) else 127
 

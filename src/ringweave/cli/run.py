@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from ringweave import ports, topology
+from ringweave.cli import lab as cli_lab
 from ringweave.cli.echo import echo
 from ringweave.cli.job_options import WORKER_OPTIONS, with_options
 from ringweave.environment import LOG_MAX_FILES, LOG_MAX_SIZE, PORTS, check_max_loss_increase
@@ -22,15 +23,13 @@ from ringweave.jobs.request import MAX_SPARES
 from ringweave.jobs.worker_options import WorkerOptions
 from ringweave.launcher import local_run, run_dir, scale_requests, workers
 from ringweave.launcher.local_run import RunOptions, RunRequest
-from ringweave.launcher.node_context import HostContext
+from ringweave.launcher.node_context import HostContext, LabContext
 from ringweave.launcher.output import write_notice
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import WorkerProgram, spread_slots
 from ringweave.membership import settings
 from ringweave.ports import PortRange
 from ringweave.topology import Cluster, cluster
-
-PROGRAM_CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
 
 class ProgramCommand(click.Command):
@@ -172,7 +171,7 @@ def _check_standby(options: RunOptions, *, is_elastic: bool) -> None:
         raise UsageError("--standby with --mode", got=mode, expected=expected, do=do)
 
 
-@click.command(cls=ProgramCommand, context_settings=PROGRAM_CONTEXT_SETTINGS)
+@click.command(cls=ProgramCommand, context_settings=cli_lab.PROGRAM_CONTEXT_SETTINGS)
 @click.option("--workers", "counts", metavar="N[,N...]", help="Workers per node: 4, or 3,2 for two nodes. Default: 1.")
 @click.option(
     "--cluster", "cluster_path", metavar="FILE", help="Cluster file: one worker per device, all on this machine."
@@ -295,6 +294,30 @@ def _refuse_hosts_options(given: Mapping[str, Any]) -> None:
         if given[key]:
             do = "Add --hosts, or leave it out"
             raise UsageError(f"--{key}", got="no --hosts", expected="a run on hosts", do=do)
+
+
+@click.command("run", cls=ProgramCommand, context_settings=cli_lab.PROGRAM_CONTEXT_SETTINGS)
+@cli_lab.LAB_OPTION
+@click.option(
+    "--no-cluster-file", is_flag=True, help="Start workers without a cluster file, so that they probe the network."
+)
+@run_program_options
+def lab_run_command(name: str | None, no_cluster_file: bool, options: RunOptions) -> int:
+    """Run SCRIPT, or any command after --, on all devices of the lab, every worker in its node.
+
+    Otherwise the same as ringweave run.
+    """
+    cli_lab.enter_user_namespace()
+    target_lab = cli_lab.find_lab(name)
+    request = RunRequest(
+        options=options,
+        cluster=target_lab.cluster,
+        cluster_text=topology.dumps(target_lab.cluster),
+        run_dir=options.resolve_run_dir(),
+        node_context=LabContext(target_lab),
+        shares_cluster_file=not no_cluster_file,
+    )
+    return run_here(request)
 
 
 @click.command

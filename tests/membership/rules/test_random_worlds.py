@@ -307,7 +307,7 @@ class RandomNodes(RandomWorld):
 
 TestRandomWorld = RandomWorld.TestCase
 TestRandomWorld.settings = settings(
-    max_examples=effort.share_of(250),
+    max_examples=250 if effort.is_thorough() else 15,
     stateful_step_count=40,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
