@@ -150,7 +150,7 @@ def command(out: Path, *options: str) -> list[str]:
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
 def test_the_whole_demo_in_a_lab(out: Path) -> None:
-    options = ["--steps", "40", "--batch", "16", "--warm-up", "5", "--kill-after", "15", "--script-options", TINY]
+    options = ["--steps", "28", "--batch", "16", "--warm-up", "5", "--kill-after", "10", "--script-options", TINY]
     done = subprocess.run(command(out, *options), capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"== ringweave trained \d\.\d times as fast as DDP on Gloo: \d+ against \d+ samples", done.stdout)
