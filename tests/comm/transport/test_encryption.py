@@ -1,8 +1,10 @@
 """Connections between nodes under TLS: ranks that prove to be themselves, strangers, and what is on the wire."""
 
+import gc
 import os
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -63,6 +65,10 @@ class Wire:
         except OSError:
             pass
         other.close()
+
+    def close(self) -> None:
+        self.listener.shutdown(socket.SHUT_RDWR)  # its thread waits for a connection
+        self.listener.close()
 
 
 def transports(
@@ -202,7 +208,7 @@ def test_a_tunnel_leads_plain_connections_and_nothing_of_them_is_on_the_wire(ech
     assert all(PATTERN[start : start + 8] not in wire.seen for start in range(len(PATTERN) - 8))
     for each in (door, gate):
         each.close_soon()
-    wire.listener.close()
+    wire.close()
 
 
 def test_a_forked_child_releases_connections_and_not_what_has_the_descriptor_of_one_that_has_ended() -> None:
@@ -255,3 +261,23 @@ def test_a_gate_admits_only_the_wanted_process(echo: tuple[str, int]) -> None:
         assert end_of(sock) == b""
     door.close_soon()
     gate.close_soon()
+
+
+def test_a_door_whose_service_has_ended_ends_its_callers_and_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warned: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: warned.append(found.exc_value))
+    with tunnel.listen_on_loopback() as ended:
+        target = ended.getsockname()
+    one, other = tunnel.Tunnel(encryption("0")), tunnel.Tunnel(encryption("1"))
+    door = one.open_door(tunnel.listen_at("127.0.0.1", None), target)
+    gate = other.open_gate(tunnel.listen_on_loopback(), ("127.0.0.1", door.port))
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", gate.port), timeout=20) as sock:
+            assert end_of(sock) == b""
+        wait_until(lambda: not one._connections and not other._connections)
+    gc.collect()  # a connection that the loop has lost is found when another one has its descriptor
+    assert warned == []
+    for each in (door, gate):
+        each.close_soon()
