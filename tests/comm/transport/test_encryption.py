@@ -1,5 +1,6 @@
 """Connections between nodes under TLS: ranks that prove to be themselves, strangers, and what is on the wire."""
 
+import contextlib
 import gc
 import os
 import socket
@@ -58,13 +59,12 @@ class Wire:
                 threading.Thread(target=self._copy, args=(one, other), daemon=True).start()
 
     def _copy(self, one: socket.socket, other: socket.socket) -> None:
-        try:
+        with one, contextlib.suppress(OSError):
             while content := one.recv(2**16):
                 self.seen += content
                 other.sendall(content)
-        except OSError:
-            pass
-        other.close()
+        with contextlib.suppress(OSError):
+            other.shutdown(socket.SHUT_RDWR)  # closing it would not wake the thread that reads it
 
     def close(self) -> None:
         self.listener.shutdown(socket.SHUT_RDWR)  # its thread waits for a connection
