@@ -6,15 +6,15 @@
 Two elastic trainings of a tiny model at as many steps as this machine gives: one by `ringweave run`, in mode sync, with
 `ringweave ui` and `ringweave export` on it; one by `ringweave submit`, in mode ps-hra, with supervisor, agents and a
 parameter server. Every few seconds a worker is killed and replaced, never rank 0. Every process is sampled: its own
-memory, PSS, descriptors, threads; and how many there are. The first quarter counts as warm-up, a quarter of an hour at
-most. Of the rest, medians of 20 spans go into a Theil-Sen regression. Its 95 % interval allows for neighbours that are
-alike and for steps, and is wider by the smallest step of the measure over the measured time, since the next one may be
-due now. A process grows if the whole interval lies above what `LIMITS` allows, and is flat if the whole lies below;
-else this run was too short or too noisy, and says so (undecided): less than about 45 minutes cannot tell that
-descriptors are flat. A follower reads the events of both trainings meanwhile: over all rotations it has to get each
-line once, and the steps in run.json have to be those that it has summed. Printed as one JSON document; exit code 1 if a
-process grows, a kind of process was not sampled for half of the time, a log is larger than allowed, or a line is
-missing. All measured.
+memory, PSS, descriptors, threads; and how many there are. The first quarter counts as warm-up, but at least five
+minutes and at most a quarter of an hour; a run of less than ten minutes can show that it works, and no growth. Of the
+rest, medians of 20 spans go into a Theil-Sen regression. Its 95 % interval allows for neighbours that are alike and for
+steps, and is wider by the smallest step of the measure over the measured time, since the next one may be due now. A
+process grows if the whole interval lies above what `LIMITS` allows, and is flat if the whole lies below; else this run
+was too short or too noisy, and says so (undecided): less than about 45 minutes cannot tell that descriptors are flat. A
+follower reads the events of both trainings meanwhile: over all rotations it has to get each line once, and the steps in
+run.json have to be those that it has summed. Printed as one JSON document; exit code 1 if a process grows, a kind of
+process was not sampled for half of the time, a log is larger than allowed, or a line is missing. All measured.
 """
 
 import argparse
@@ -57,7 +57,10 @@ LIMITS: Mapping[str, Callable[[float], float]] = {
 than a usual day."""
 STEPS: Mapping[str, float] = {"memory_mb": 0.13, "pss_mb": 0.13, "descriptors": 1.0, "threads": 1.0, "processes": 1.0}
 """Measure -> least by which it grows at a time; malloc asks the kernel for 128 KiB."""
-WARM_UP, MAX_WARM_UP_S, NUM_SPANS, MIN_SPANS, CONFIDENCE = 0.25, 900.0, 20, 8, 0.95
+WARM_UP, MIN_WARM_UP_S, MAX_WARM_UP_S = 0.25, 300.0, 900.0
+"""Part of the time that is not judged, and its bounds. Lists of fixed length fill in the first five minutes: a run that
+has not twice as many cannot tell warm-up from growth."""
+NUM_SPANS, MIN_SPANS, CONFIDENCE = 20, 8, 0.95
 SAMPLE_S, MAX_SAMPLES, MIN_LIFE = 2.0, 1800, 0.5
 """Seconds between two samples, more where there would be too many; part of the measured time that a process has to live
 to be judged by itself."""
@@ -172,14 +175,15 @@ class Samples:
     def rows(self) -> list[dict[str, Any]]:
         """Return slopes of each process that lived for long, and of their number."""
         end_s = self.totals[-1][0]
-        since_s = min(WARM_UP * end_s, MAX_WARM_UP_S)
+        since_s = min(max(WARM_UP * end_s, min(MIN_WARM_UP_S, end_s / 2)), MAX_WARM_UP_S)
+        is_warm = since_s > 0.9 * MIN_WARM_UP_S
         rows = []
         for (role, pid), samples in sorted(self.series.items()):
             late = [each for each in samples if each[0] >= since_s]
             if late and late[-1][0] - late[0][0] >= MIN_LIFE * (end_s - since_s):
-                rows.append({"role": role, "pid": pid, "slopes": [slope(late, name) for name in MEASURES]})
+                rows.append({"role": role, "pid": pid, "slopes": [slope(late, name, is_warm) for name in MEASURES]})
         late = [each for each in self.totals if each[0] >= since_s]
-        return [*rows, {"role": "all processes", "pid": 0, "slopes": [slope(late, "processes")]}]
+        return [*rows, {"role": "all processes", "pid": 0, "slopes": [slope(late, "processes", is_warm)]}]
 
 
 def read_figures(process: psutil.Process) -> dict[str, float]:
@@ -206,7 +210,7 @@ def role_of(command: Sequence[str]) -> str:
     return verb or next((role for word, role in _ROLES.items() if word in words), "other")
 
 
-def slope(samples: Sequence[tuple[float, Mapping[str, float]]], name: str) -> dict[str, Any]:
+def slope(samples: Sequence[tuple[float, Mapping[str, float]]], name: str, is_warm: bool) -> dict[str, Any]:
     """Return the growth of a figure in an hour, with its interval, and whether it is none."""
     size = max(1, len(samples) // NUM_SPANS)
     spans = [samples[start : start + size] for start in range(0, len(samples) - size + 1, size)]
@@ -220,7 +224,7 @@ def slope(samples: Sequence[tuple[float, Mapping[str, float]]], name: str) -> di
     unseen = STEPS[name] / (hours[-1] - hours[0])
     numbers = {"median": median, "per_hour": found, "low": low - unseen, "high": high + unseen, "allowed": allowed}
     rounded = {key: round(float(value), 2) for key, value in numbers.items()}
-    grows, is_flat = bool(low - unseen > allowed), bool(high + unseen <= allowed)
+    grows, is_flat = bool(is_warm and low - unseen > allowed), bool(high + unseen <= allowed)
     return {"name": name, **rounded, "verdict": "grows" if grows else "flat" if is_flat else "undecided"}
 
 
