@@ -281,3 +281,19 @@ def test_a_door_whose_service_has_ended_ends_its_callers_and_leaves_nothing_open
     assert warned == []
     for each in (door, gate):
         each.close_soon()
+
+
+TABLE = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:9C40 0100007F:1F90 01 00000000:00000000 00:00000000 00000000  1000        0 1 1 0 100 0 0 10 0
+   1: 0100007F:9C40 0100007F:1F91 01 00000000:00000000 00:00000000 00000000 65534        0 1 1 0 100 0 0 10 0
+   2: 0100007F:1F90 0100007F:9C40 01 00000000:00000000 00:00000000 00000000  1001        0 1 1 0 100 0 0 10 0
+"""
+MAPPED = "0000000000000000FFFF00000100007F"
+
+
+@pytest.mark.parametrize("table", [TABLE, TABLE.replace("0100007F", MAPPED)])
+def test_the_user_of_a_connection_is_not_that_of_another_one_from_the_same_port(table: str) -> None:
+    local = ("127.0.0.1", 40_000)
+    assert tunnel.connection_users(table, local, ("127.0.0.1", 8080)) == {1000}
+    assert tunnel.connection_users(table, local, ("127.0.0.1", 8081)) == {65534}
+    assert tunnel.connection_users(table, local, ("127.0.0.1", 8082)) == set()

@@ -283,15 +283,22 @@ def _has_ended(sock: socket.socket) -> bool:
 
 def is_own_user(sock: socket.socket) -> bool:
     """Return whether a process of this user is at the other end of a connection on loopback, by the kernel's tables."""
-    host, port = sock.getpeername()[:2]
-    wanted = f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
+    far, near = sock.getpeername()[:2], sock.getsockname()[:2]
     for family in ("tcp", "tcp6"):  # torch's sockets are of IPv6, with IPv4's addresses in theirs
         with contextlib.suppress(FileNotFoundError):
-            rows = Path(f"/proc/self/net/{family}").read_text(encoding="ascii").splitlines()[1:]
-            users = [words[7] for words in map(str.split, rows) if words[1].endswith(wanted)]
+            users = connection_users(Path(f"/proc/self/net/{family}").read_text(encoding="ascii"), far, near)
             if users:
-                return all(int(user) in (os.geteuid(), 0) for user in users)
+                return users <= {os.geteuid(), 0}
     return False
+
+
+def connection_users(table: str, local: tuple[str, int], remote: tuple[str, int]) -> set[int]:
+    """Return the users of the sockets of a connection in a table of the kernel; others share its local port."""
+    wanted = [
+        f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}" for host, port in (local, remote)
+    ]
+    rows = map(str.split, table.splitlines()[1:])
+    return {int(words[7]) for words in rows if all(map(str.endswith, words[1:3], wanted))}
 
 
 def tunnel_for(environment: WorkerEnvironment) -> Tunnel | None:
