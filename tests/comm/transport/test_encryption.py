@@ -5,6 +5,7 @@ import gc
 import os
 import socket
 import ssl
+import struct
 import sys
 import threading
 import time
@@ -165,6 +166,23 @@ def test_silent_strangers_are_cut_although_no_rank_is_waited_for() -> None:
         while manager._incoming.pending_sockets():
             assert manager.accept_early() is None
         assert stranger.recv(1) == b""
+    manager.close()
+
+
+def test_a_stranger_who_is_gone_before_it_is_accepted_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: warned.append(found.exc_value))
+    (listener,) = open_listeners(["127.0.0.1"], 1)
+    own = encryption("1")
+    ranks = tuple(
+        RankInfo(r, RankLocation(f"n{r}", "127.0.0.1"), (listener.endpoint,), own.fingerprint) for r in (0, 1)
+    )
+    manager = ConnectionManager(listener, 0, GroupInfo(ranks, 1, TOKEN, own), 5.0, time.monotonic)
+    with socket.create_connection(listener.tcp_sockets[0].getsockname()) as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert manager.accept_peer(0, float("inf")) is None
+    gc.collect()
+    assert (warned, manager._incoming._limiter.num_pending, manager._incoming.pending_sockets()) == ([], 0, [])
     manager.close()
 
 
