@@ -5,18 +5,23 @@
 
 Two elastic trainings of a tiny model at as many steps as this machine gives: one by `ringweave run`, in mode sync, with
 `ringweave ui` and `ringweave export` on it; one by `ringweave submit`, in mode ps-hra, with supervisor, agents and a
-parameter server. Every few seconds a worker is killed and replaced, never rank 0. Every process is sampled: PSS,
-descriptors, threads. The first quarter counts as warm-up. Of the rest, medians of 20 spans go into a Theil-Sen
-regression with its 95 % interval. A process grows if the whole interval lies above what `LIMITS` allows, and is flat if
-the whole lies below; else this run was too short or too noisy, and says so (undecided). A follower reads the events of
-both trainings meanwhile: over all rotations it has to get each line once, and the steps in run.json have to be those
-that it has summed. Printed as one JSON document; exit code 1 if a process grows, a log is larger than allowed, or a
-line is missing. All measured.
+parameter server. Every few seconds a worker is killed and replaced, never rank 0. Every process is sampled: its own
+memory, PSS, descriptors, threads; and how many there are. The first quarter counts as warm-up, but at least five
+minutes and at most a quarter of an hour; a run of less than ten minutes can show that it works, and no growth. Of the
+rest, medians of 20 spans go into a Theil-Sen regression. Its 95 % interval allows for neighbours that are alike and for
+steps, and is wider by the smallest step of the measure over the measured time, since the next one may be due now. A
+process grows if the whole interval lies above what `LIMITS` allows, and is flat if the whole lies below; else this run
+was too short or too noisy, and says so (undecided): less than about 45 minutes cannot tell that descriptors are flat. A
+follower reads the events of both trainings meanwhile: over all rotations it has to get each line once, and the steps in
+run.json have to be those that it has summed. Printed as one JSON document; exit code 1 if a process grows, a kind of
+process was not sampled for half of the time, a log is larger than allowed, or a line is missing. All measured.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -40,17 +45,27 @@ from ringweave.telemetry import EventTail
 from ringweave.telemetry.events import find_event_files
 from ringweave.telemetry.run_metrics import RunMetrics
 
+MEASURES = ("memory_mb", "pss_mb", "descriptors", "threads")
 LIMITS: Mapping[str, Callable[[float], float]] = {
     "memory_mb": lambda median: max(2.0, 0.02 * median),
     "pss_mb": lambda median: max(2.0, 0.02 * median),
-    "descriptors": lambda median: 1.0,
-    "threads": lambda median: 1.0,
+    "descriptors": lambda median: 2.0,
+    "threads": lambda median: 2.0,
+    "processes": lambda median: 2.0,
 }
 """Measure -> growth in an hour, by its median, up to which a process counts as flat: an hour has more steps and deaths
 than a usual day."""
-WARM_UP, NUM_SPANS, CONFIDENCE = 0.25, 20, 0.95
-SAMPLE_S, MIN_LIFE = 2.0, 0.5
-"""Seconds between two samples; part of the measured time that a process has to live to be judged by itself."""
+STEPS: Mapping[str, float] = {"memory_mb": 0.13, "pss_mb": 0.13, "descriptors": 1.0, "threads": 1.0, "processes": 1.0}
+"""Measure -> least by which it grows at a time; malloc asks the kernel for 128 KiB."""
+WARM_UP, MIN_WARM_UP_S, MAX_WARM_UP_S = 0.25, 300.0, 900.0
+"""Part of the time that is not judged, and its bounds. Lists of fixed length fill in the first five minutes: a run that
+has not twice as many cannot tell warm-up from growth."""
+NUM_SPANS, MIN_SPANS, CONFIDENCE = 20, 8, 0.95
+SAMPLE_S, MAX_SAMPLES, MIN_LIFE = 2.0, 1800, 0.5
+"""Seconds between two samples, more where there would be too many; part of the measured time that a process has to live
+to be judged by itself."""
+KINDS = ("run", "coordinator", "server", "supervisor", "agent", "worker 0", "ui", "export")
+"""Roles of which a process has to be judged."""
 _ROLES = {
     "ringweave.membership.main": "coordinator",
     "ringweave.param_server.main": "server",
@@ -149,27 +164,26 @@ class Samples:
     def take(self, workers: Mapping[int, str]) -> None:
         """Sample all; `workers` maps process ids to roles."""
         now_s, found = time.monotonic() - self.begun_s, 0
-        sums = dict.fromkeys(LIMITS, 0.0)
         for process in processes.reap_children(psutil.Process().children(recursive=True)):
             with contextlib.suppress(psutil.Error, OSError):
                 figures = read_figures(process)
                 role = workers.get(process.pid) or role_of(process.cmdline())
                 self.series[role, process.pid].append((now_s, figures))
-                sums = {name: sums[name] + value for name, value in figures.items()}
                 found += 1
-        self.totals.append((now_s, {**sums, "processes": found}))
+        self.totals.append((now_s, {"processes": found}))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return slopes of each process that lived for long, and of all together."""
+        """Return slopes of each process that lived for long, and of their number."""
         end_s = self.totals[-1][0]
-        since_s = WARM_UP * end_s
+        since_s = min(max(WARM_UP * end_s, min(MIN_WARM_UP_S, end_s / 2)), MAX_WARM_UP_S)
+        is_warm = since_s > 0.9 * MIN_WARM_UP_S
         rows = []
         for (role, pid), samples in sorted(self.series.items()):
             late = [each for each in samples if each[0] >= since_s]
             if late and late[-1][0] - late[0][0] >= MIN_LIFE * (end_s - since_s):
-                rows.append({"role": role, "pid": pid, "slopes": [slope(late, name) for name in LIMITS]})
+                rows.append({"role": role, "pid": pid, "slopes": [slope(late, name, is_warm) for name in MEASURES]})
         late = [each for each in self.totals if each[0] >= since_s]
-        return [*rows, {"role": "all processes", "pid": 0, "slopes": [slope(late, name) for name in LIMITS]}]
+        return [*rows, {"role": "all processes", "pid": 0, "slopes": [slope(late, "processes", is_warm)]}]
 
 
 def read_figures(process: psutil.Process) -> dict[str, float]:
@@ -196,18 +210,45 @@ def role_of(command: Sequence[str]) -> str:
     return verb or next((role for word, role in _ROLES.items() if word in words), "other")
 
 
-def slope(samples: Sequence[tuple[float, Mapping[str, float]]], name: str) -> dict[str, Any]:
+def slope(samples: Sequence[tuple[float, Mapping[str, float]]], name: str, is_warm: bool) -> dict[str, Any]:
     """Return the growth of a figure in an hour, with its interval, and whether it is none."""
     size = max(1, len(samples) // NUM_SPANS)
     spans = [samples[start : start + size] for start in range(0, len(samples) - size + 1, size)]
     hours = [statistics.median(time_s for time_s, _ in span) / 3600 for span in spans]
     values = [statistics.median(figures[name] for _, figures in span) for span in spans]
     median = statistics.median(values)
-    found, _, low, high = stats.theilslopes(values, hours, CONFIDENCE) if len(values) > 2 else (0.0, 0.0, 0.0, 0.0)
-    numbers = {"median": median, "per_hour": found, "low": low, "high": high, "allowed": LIMITS[name](median)}
+    allowed = LIMITS[name](median)
+    if len(values) < MIN_SPANS:
+        return {"name": name, "median": round(median, 2), "allowed": allowed, "verdict": "undecided"}
+    found, low, high = fit(hours, values)
+    unseen = STEPS[name] / (hours[-1] - hours[0])
+    numbers = {"median": median, "per_hour": found, "low": low - unseen, "high": high + unseen, "allowed": allowed}
     rounded = {key: round(float(value), 2) for key, value in numbers.items()}
-    grows, is_flat = bool(low > numbers["allowed"]), bool(high <= numbers["allowed"])
+    grows, is_flat = bool(is_warm and low - unseen > allowed), bool(high + unseen <= allowed)
     return {"name": name, **rounded, "verdict": "grows" if grows else "flat" if is_flat else "undecided"}
+
+
+def fit(hours: Sequence[float], values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the slope by Theil and Sen, and the narrower one of two intervals.
+
+    One suits noise about a line: it is that of independent values, as few of them as values whose neighbours are alike
+    are worth (Yue and Wang, Water Resources Management 18, 2004; the correlation of few values as by Kendall,
+    Biometrika 41, 1954). The other one suits steps at any time: by Student's distribution of the growth in each span.
+    """
+    found, start, *_ = stats.theilslopes(values, hours)
+    rests = [value - start - found * at for at, value in zip(hours, values, strict=True)]
+    spread, num, alike = sum(rest * rest for rest in rests), len(values), 0.0
+    if spread > 1e-12:
+        alike = sum(one * other for one, other in itertools.pairwise(rests)) / spread
+        alike = min(max(alike + (1 + 4 * alike) / num, 0.0), 0.95)
+    quantile = stats.norm.ppf((1 + CONFIDENCE) / 2) * math.sqrt((1 + alike) / (1 - alike))
+    _, _, low, high = stats.theilslopes(values, hours, 2 * stats.norm.sf(quantile))
+    hours_each = (hours[-1] - hours[0]) / (num - 1)
+    growths = [(later - value) / hours_each for value, later in itertools.pairwise(values)]
+    mean = statistics.mean(growths)
+    error = statistics.stdev(growths) / math.sqrt(len(growths)) * stats.t.ppf((1 + CONFIDENCE) / 2, len(growths) - 1)
+    intervals = ((float(low), float(high)), (float(mean - error), float(mean + error)))
+    return float(found), *min(intervals, key=lambda each: each[1] - each[0])
 
 
 @contextlib.contextmanager
@@ -272,12 +313,13 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             time.sleep(0.1)
         stack.enter_context(started(["ui", str(run)], environ))
         stack.enter_context(started(["export", str(run), "--prometheus", "0"], environ))
-        end_s = time.monotonic() + 60 * options.minutes
-        while time.monotonic() < end_s and launcher.poll() is None:
+        end_s, due_s = time.monotonic() + 60 * options.minutes, 0.0
+        while launcher.poll() is None and (time.monotonic() < end_s or not samples.totals):
             for each in followers:
                 each.read()
-            workers = {pid: f"worker {rank}" for each in followers for rank, pid in each.pids.items()}
-            samples.take(workers)
+            if time.monotonic() >= due_s:
+                due_s = time.monotonic() + max(0.0, 60 * options.minutes / MAX_SAMPLES - SAMPLE_S)
+                samples.take({pid: f"worker {rank}" for each in followers for rank, pid in each.pids.items()})
             if time.monotonic() - killed_s >= options.kill_every:
                 killed_s, num_killed = time.monotonic(), num_killed + kill_one(followers, choice)
             time.sleep(SAMPLE_S)
@@ -306,6 +348,8 @@ def largest_logs(folder: Path, limits: rotation.LogLimits) -> dict[str, float]:
 def missed(found: Mapping[str, Any]) -> list[str]:
     """Return what is not as it has to be."""
     faults = [] if found["has_lasted"] else ["the run ended early"]
+    judged = {row["role"] for row in found["processes"]}
+    faults += [f"no {kind} was sampled for half of the measured time" for kind in KINDS if kind not in judged]
     for row in found["processes"]:
         faults += [
             f"{row['role']} ({row['pid']}): {each['name']} grows by {each['low']:g} to {each['high']:g} an hour, "
@@ -323,10 +367,16 @@ def missed(found: Mapping[str, Any]) -> list[str]:
     return faults
 
 
+def _minutes(text: str) -> float:
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} minutes, expected more than none")
+    return float(text)
+
+
 def main() -> None:
     """Soak, or train as a worker of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60.0, help="how long")
+    parser.add_argument("--minutes", type=_minutes, default=60.0, help="how long")
     parser.add_argument("--kill-every", type=float, default=15.0, metavar="SECONDS", help="time between two deaths")
     parser.add_argument("--log-max-size", default="1MiB", help="of a file of a log")
     parser.add_argument("--log-max-files", type=int, default=4, help="files of a log")

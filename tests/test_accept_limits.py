@@ -1,5 +1,6 @@
 """Limits of listeners: floods, silence, slow talkers, and no descriptor left."""
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from ringweave import rpc
-from ringweave.accept_limits import AcceptLimits, ConnectionLimiter, connection_id
+from ringweave.accept_limits import AcceptLimits, ConnectionLimiter, LimitedListener, connection_id
 from ringweave.errors import RpcError
 from ringweave.rpc import CertificateAuthority, RpcServer, TlsAuthentication
 from tests import effort
@@ -131,6 +132,42 @@ def test_a_silent_connection_ends_at_its_deadline(listening: Listening) -> None:
     listening.now_s = 10.0
     listening.limiter.cut_overdue()
     assert silent.recv(1) == b""
+
+
+def test_the_task_of_a_connection_that_is_cut_ends_with_it() -> None:
+    ended, served = list[int](), list[socket.socket]()
+
+    async def serve(sock: socket.socket) -> None:
+        index = len(served)
+        served.append(sock)
+        if index == 0:
+            limiter.finish(connection_id(sock))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(index)
+            sock.close()
+
+    async def call_one_after_another() -> None:
+        server = socket.create_server(("127.0.0.1", 0))
+        listener = LimitedListener(server, asyncio.get_running_loop(), serve, limiter)
+        listener.start()
+        with contextlib.ExitStack() as callers:
+            for number in range(1, 6):
+                callers.enter_context(socket.create_connection(server.getsockname(), timeout=20))
+                while len(served) < number:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
+            assert ended == [1, 2], "the first one is known, and the last two may go on"
+            limiter.cut_all()
+            await asyncio.sleep(0)
+            assert ended == [1, 2, 3, 4]
+            assert listener.is_in_use
+        listener.close()
+
+    limiter = ConnectionLimiter(AcceptLimits(max_pending=2, max_pending_per_source=2, deadline_s=600))
+    asyncio.run(asyncio.wait_for(call_one_after_another(), 60))
+    assert ended[-1] == 0
 
 
 def test_a_flood_is_closed_at_once_and_the_next_second_has_room(listening: Listening) -> None:

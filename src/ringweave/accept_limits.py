@@ -15,7 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ringweave.errors import explain
@@ -53,6 +53,7 @@ class _Pending:
     source: str
     descriptor: int
     """Another connection's, or a file's, once the owner has closed it."""
+    on_cut: Callable[[], object] = lambda: None
 
 
 @dataclass(slots=True)
@@ -150,6 +151,12 @@ class ConnectionLimiter:
         """Return whether the connection of that id is pending."""
         return connection in self._pending
 
+    def call_on_cut(self, connection: int, on_cut: Callable[[], object]) -> None:
+        """Have a function called when the connection of that id is cut: by the thread that cuts it, under the lock."""
+        with self._lock:
+            if connection in self._pending:
+                self._pending[connection] = replace(self._pending[connection], on_cut=on_cut)
+
     def finish(self, connection: int) -> None:
         """Note that the connection of that id is no longer pending: it has said what it is, or has ended."""
         with self._lock:
@@ -217,12 +224,12 @@ class ConnectionLimiter:
 
         It is looked at by a copy of its descriptor, which stays the same connection's whatever other threads close.
         """
-        descriptor = self._pending[connection].descriptor
+        cut = self._pending[connection]
         self._forget(connection)
         self._release_reserve()  # for the copy
         is_open = False
         with contextlib.suppress(OSError):
-            copy = os.dup(descriptor)
+            copy = os.dup(cut.descriptor)
             try:
                 is_open = is_connection(copy, connection)
                 if is_open:
@@ -230,6 +237,7 @@ class ConnectionLimiter:
             finally:
                 os.close(copy)
         self._hold_reserve()
+        cut.on_cut()
         return is_open
 
     def _drop_silent_source(self) -> None:
@@ -294,7 +302,7 @@ _PAUSE_S = 0.01
 
 
 class LimitedListener:
-    """Listener in an asyncio loop: hands each connection within the limits to a task."""
+    """Listener in an asyncio loop: hands each connection within the limits to a task, which ends when that is cut."""
 
     def __init__(
         self,
@@ -303,7 +311,10 @@ class LimitedListener:
         serve: Callable[[socket.socket], Coroutine[Any, Any, None]],
         limiter: ConnectionLimiter | None = None,
     ) -> None:
-        """`serve` gets each connection, calls `limiter.finish` once the other end is known, and closes it."""
+        """`serve` gets each connection, calls `limiter.finish` once the other end is known, and closes it.
+
+        It is cancelled when the connection is cut before.
+        """
         self.port: int = listener.getsockname()[1]
         self.limiter = limiter or ConnectionLimiter()
         self._listener, self._loop, self._serve = listener, loop, serve
@@ -348,10 +359,12 @@ class LimitedListener:
             self.close()
             return
         if accepted is not None:
-            accepted[0].setblocking(False)
-            task = self._loop.create_task(self._serve(accepted[0]))
+            sock, _ = accepted
+            sock.setblocking(False)
+            task = self._loop.create_task(self._serve(sock))
             self._tasks.add(task)  # a loop keeps weak references only
             task.add_done_callback(self._tasks.discard)
+            self.limiter.call_on_cut(connection_id(sock), task.cancel)
 
     def _watch_deadlines(self) -> None:
         if self.is_open:

@@ -2,6 +2,9 @@
 
 import importlib.metadata
 import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -58,6 +61,66 @@ def test_metrics_are_what_prometheus_reads(job: Job) -> None:
     assert samples["ringweave_node_retries", "n0", None] == 1
     assert ("ringweave_node_iterations", "n1", None) not in samples
     assert ("ringweave_node_workers", "n2", None) not in samples
+
+
+class Listing:
+    """Lists jobs, slowly, and counts how often; it can fail."""
+
+    def __init__(self, found: Sequence[api.JobView]) -> None:
+        self.now_s, self.cost_s, self.num_lists = 100.0, 0.0, 0
+        self.found: Sequence[api.JobView] | LaunchError = found
+
+    def jobs(self) -> Sequence[api.JobView]:
+        self.num_lists += 1
+        self.now_s += self.cost_s
+        if isinstance(self.found, LaunchError):
+            raise self.found
+        return self.found
+
+
+def test_scrapes_of_a_second_share_a_list_and_those_of_a_costly_one_more(job: Job) -> None:
+    listing = Listing([api.job_view(job, platform="here")])
+    collector = metrics.JobsCollector(listing.jobs, lambda: listing.now_s)
+
+    def scrape(after_s: float) -> int:
+        listing.now_s += after_s
+        assert {family.name for family in collector.collect()} >= {"ringweave_job_state", "ringweave_node_retries"}
+        return listing.num_lists
+
+    assert [scrape(0.001) for _ in range(999)][-1] == 1
+    assert [scrape(0.01), scrape(1.01), scrape(0.5)] == [2, 3, 3]
+    listing.cost_s = 4.0
+    assert [scrape(1.0), scrape(35.9), scrape(0.2)] == [4, 4, 5], "a tenth of the time at most"
+
+
+def test_an_error_is_shared_as_an_answer_is(job: Job) -> None:
+    listing = Listing([api.job_view(job, platform="here")])
+    collector = metrics.JobsCollector(listing.jobs, lambda: listing.now_s)
+    listing.found = LaunchError("API server: no answer")
+    for _ in range(100):
+        with pytest.raises(LaunchError, match="no answer"):
+            list(collector.collect())
+    assert listing.num_lists == 1
+    listing.found = []
+    listing.now_s += 1.0
+    assert all(not family.samples for family in collector.collect())
+
+
+def test_scrapes_at_the_same_time_share_a_list(job: Job) -> None:
+    listing, begun, go_on = Listing([api.job_view(job, platform="here")]), threading.Event(), threading.Event()
+
+    def jobs() -> Sequence[api.JobView]:
+        begun.set()
+        assert go_on.wait(60)
+        return listing.jobs()
+
+    collector = metrics.JobsCollector(jobs, lambda: 0.0)
+    with ThreadPoolExecutor(16) as threads:
+        scrapes = [threads.submit(lambda: len(list(collector.collect()))) for _ in range(16)]
+        assert begun.wait(60)
+        go_on.set()
+        assert {each.result(60) for each in scrapes} == {9}
+    assert listing.num_lists == 1
 
 
 class Entry:

@@ -168,7 +168,7 @@ def _node_cells(node: NodeView) -> tuple[str, ...]:
 def jobs(place: str, output: str, metrics: bool, port: int | None) -> int:
     """List the jobs of a platform, oldest first: your own, and those of others that a policy lets you see.
 
-    Metrics are served at 127.0.0.1 until the command is interrupted; each request reads the jobs again.
+    Metrics are served at 127.0.0.1 until the command is interrupted; requests of one second share a list of the jobs.
     """
     platform = job_options.open_user_platform(place)
     if metrics or port is not None:

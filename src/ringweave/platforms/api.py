@@ -350,7 +350,7 @@ class Platform(abc.ABC):
 
     @abc.abstractmethod
     def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
-        """Yield the output of its workers, of all attempts until the job is deleted; and their events, if asked."""
+        """Yield the output of its workers, of the newest attempts of each node; and their events, if asked."""
 
 
 FOLLOW_INTERVAL_S = 0.2

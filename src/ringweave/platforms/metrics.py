@@ -1,29 +1,82 @@
-"""Prometheus metrics of the jobs of a platform, looked up anew for every request."""
+"""Prometheus metrics of the jobs of a platform, as they were a second ago at most where a list of them is cheap."""
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ringweave.errors import LaunchError
+from ringweave.errors import LaunchError, RingweaveError
 from ringweave.jobs.states import JobState
 from ringweave.platforms.api import JobView, Platform
 from ringweave.telemetry.exporters import MetricsServer
 
 _JOB_LABELS = ("platform", "job", "requester")
+_FRESH_S = 1.0
+_FRESH_PER_COST = 9.0
+"""A list of the jobs is fresh for that many times the time that it took: lists take a tenth of the time at most."""
+_Answer = TypeVar("_Answer")
+
+
+class SharedAnswer(Generic[_Answer]):
+    """Answer to a costly question that anybody may ask: all share it while it is fresh, also if it is an error.
+
+    Its owner has the lock, of threads or of asyncio, under which it is read and renewed.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._fresh_until_s = clock, -math.inf
+        self._answers: list[_Answer] = []
+        self._error: RingweaveError | None = None
+
+    @property
+    def is_fresh(self) -> bool:
+        return self._clock() < self._fresh_until_s
+
+    @contextmanager
+    def renewing(self) -> Iterator[Callable[[_Answer], None]]:
+        """Yield a function that takes the answer; an error of the block is the answer else."""
+        begun_s, answers = self._clock(), list[_Answer]()
+        try:
+            yield answers.append
+        except RingweaveError as error:
+            self._answers, self._error = [], error
+        else:
+            self._answers, self._error = answers, None
+        now_s = self._clock()
+        self._fresh_until_s = now_s + max(_FRESH_S, _FRESH_PER_COST * (now_s - begun_s))
+
+    def get(self) -> _Answer:
+        """Return the last answer.
+
+        Raises:
+            RingweaveError: There was no other answer.
+        """
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return self._answers[0]
 
 
 class JobsCollector(Collector):
-    """Lists the jobs at every scrape, so that metrics are as fresh as `ringweave jobs`."""
+    """Lists the jobs for scrapes; those that come soon after another one, or at the same time, share its list."""
 
-    def __init__(self, list_jobs: Callable[[], Sequence[JobView]]) -> None:
-        self._list_jobs = list_jobs
+    def __init__(self, list_jobs: Callable[[], Sequence[JobView]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._list_jobs, self._lock = list_jobs, threading.Lock()
+        self._found: SharedAnswer[Sequence[Metric]] = SharedAnswer(clock)
 
     def collect(self) -> Iterator[Metric]:
-        yield from job_metrics(self._list_jobs())
+        with self._lock:
+            if not self._found.is_fresh:
+                with self._found.renewing() as answer:
+                    answer(tuple(job_metrics(self._list_jobs())))
+            found = self._found.get()
+        yield from found
 
 
 def job_metrics(found: Sequence[JobView]) -> Iterator[Metric]:

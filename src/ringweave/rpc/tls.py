@@ -229,6 +229,22 @@ def peer_fingerprint(sock: ssl.SSLSocket | ssl.SSLObject) -> str:
     return hashlib.sha256(certificate).hexdigest() if certificate else ""
 
 
+def wrap_socket(context: ssl.SSLContext, raw: socket.socket, *, is_server: bool) -> ssl.SSLSocket:
+    """Return a TLS connection whose handshake has not begun; it replaces `raw`, which is closed if that has ended.
+
+    The context's own method leaves a connection that has ended to the garbage collector.
+
+    Raises:
+        OSError: It has ended.
+    """
+    try:
+        raw.getpeername()
+    except OSError:
+        raw.close()
+        raise
+    return context.wrap_socket(raw, server_side=is_server, do_handshake_on_connect=False)
+
+
 async def accept_stream(
     sock: socket.socket, context: ssl.SSLContext | None, handshake_s: float, limit: int
 ) -> "tuple[asyncio.StreamReader, asyncio.StreamWriter]":
@@ -407,7 +423,7 @@ class TlsAuthentication:
             RefusedError: The other end has no certificate, or an invalid one.
         """
         context = self._server if is_server else self._client
-        sock = context.wrap_socket(raw, server_side=is_server, do_handshake_on_connect=False)
+        sock = wrap_socket(context, raw, is_server=is_server)
         try:
             sock.do_handshake()
         except OSError as cause:

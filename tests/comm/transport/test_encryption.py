@@ -1,8 +1,12 @@
 """Connections between nodes under TLS: ranks that prove to be themselves, strangers, and what is on the wire."""
 
+import contextlib
+import gc
 import os
 import socket
 import ssl
+import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -56,13 +60,16 @@ class Wire:
                 threading.Thread(target=self._copy, args=(one, other), daemon=True).start()
 
     def _copy(self, one: socket.socket, other: socket.socket) -> None:
-        try:
+        with one, contextlib.suppress(OSError):
             while content := one.recv(2**16):
                 self.seen += content
                 other.sendall(content)
-        except OSError:
-            pass
-        other.close()
+        with contextlib.suppress(OSError):
+            other.shutdown(socket.SHUT_RDWR)  # closing it would not wake the thread that reads it
+
+    def close(self) -> None:
+        self.listener.shutdown(socket.SHUT_RDWR)  # its thread waits for a connection
+        self.listener.close()
 
 
 def transports(
@@ -162,6 +169,23 @@ def test_silent_strangers_are_cut_although_no_rank_is_waited_for() -> None:
     manager.close()
 
 
+def test_a_stranger_who_is_gone_before_it_is_accepted_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: warned.append(found.exc_value))
+    (listener,) = open_listeners(["127.0.0.1"], 1)
+    own = encryption("1")
+    ranks = tuple(
+        RankInfo(r, RankLocation(f"n{r}", "127.0.0.1"), (listener.endpoint,), own.fingerprint) for r in (0, 1)
+    )
+    manager = ConnectionManager(listener, 0, GroupInfo(ranks, 1, TOKEN, own), 5.0, time.monotonic)
+    with socket.create_connection(listener.tcp_sockets[0].getsockname()) as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert manager.accept_peer(0, float("inf")) is None
+    gc.collect()
+    assert (warned, manager._incoming._limiter.num_pending, manager._incoming.pending_sockets()) == ([], 0, [])
+    manager.close()
+
+
 @pytest.fixture
 def echo() -> Iterator[tuple[str, int]]:
     """A plain service on loopback that sends back what it gets."""
@@ -202,7 +226,7 @@ def test_a_tunnel_leads_plain_connections_and_nothing_of_them_is_on_the_wire(ech
     assert all(PATTERN[start : start + 8] not in wire.seen for start in range(len(PATTERN) - 8))
     for each in (door, gate):
         each.close_soon()
-    wire.listener.close()
+    wire.close()
 
 
 def test_a_forked_child_releases_connections_and_not_what_has_the_descriptor_of_one_that_has_ended() -> None:
@@ -255,3 +279,39 @@ def test_a_gate_admits_only_the_wanted_process(echo: tuple[str, int]) -> None:
         assert end_of(sock) == b""
     door.close_soon()
     gate.close_soon()
+
+
+def test_a_door_whose_service_has_ended_ends_its_callers_and_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warned: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: warned.append(found.exc_value))
+    with tunnel.listen_on_loopback() as ended:
+        target = ended.getsockname()
+    one, other = tunnel.Tunnel(encryption("0")), tunnel.Tunnel(encryption("1"))
+    door = one.open_door(tunnel.listen_at("127.0.0.1", None), target)
+    gate = other.open_gate(tunnel.listen_on_loopback(), ("127.0.0.1", door.port))
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", gate.port), timeout=20) as sock:
+            assert end_of(sock) == b""
+        wait_until(lambda: not one._connections and not other._connections)
+    gc.collect()  # a connection that the loop has lost is found when another one has its descriptor
+    assert warned == []
+    for each in (door, gate):
+        each.close_soon()
+
+
+TABLE = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:9C40 0100007F:1F90 01 00000000:00000000 00:00000000 00000000  1000        0 1 1 0 100 0 0 10 0
+   1: 0100007F:9C40 0100007F:1F91 01 00000000:00000000 00:00000000 00000000 65534        0 1 1 0 100 0 0 10 0
+   2: 0100007F:1F90 0100007F:9C40 01 00000000:00000000 00:00000000 00000000  1001        0 1 1 0 100 0 0 10 0
+"""
+MAPPED = "0000000000000000FFFF00000100007F"
+
+
+@pytest.mark.parametrize("table", [TABLE, TABLE.replace("0100007F", MAPPED)])
+def test_the_user_of_a_connection_is_not_that_of_another_one_from_the_same_port(table: str) -> None:
+    local = ("127.0.0.1", 40_000)
+    assert tunnel.connection_users(table, local, ("127.0.0.1", 8080)) == {1000}
+    assert tunnel.connection_users(table, local, ("127.0.0.1", 8081)) == {65534}
+    assert tunnel.connection_users(table, local, ("127.0.0.1", 8082)) == set()

@@ -384,9 +384,40 @@ def test_callers_that_get_no_answer_are_few_and_the_others_are_led_on(
         assert silent[0].recv(1) == b"", "the oldest has made room"
         limiter = hosts.relays["a"]._listeners[hosts.address("x"), port].limiter
         wait_until(lambda: limiter.num_pending == limits.max_pending, "as many callers as wait at most")
+        wait_until(lambda: hosts.relays["a"].num_led == limits.max_pending, "the end of the task of the oldest")
         monkeypatch.setattr(Relay, "_reach", reached)
         with hosts.connect("a", "x", port) as caller, accept(listener) as led:
             caller.sendall(b"x")
             assert led.recv(1) == b"x"
         for each in silent:
             each.close()
+
+
+@pytest.mark.parametrize(("names", "source"), [("ax", "a"), ("axy", "y")])
+def test_nobody_waits_for_a_host_once_the_caller_or_the_host_is_gone(
+    make_hosts: Callable[[str], Hosts], monkeypatch: pytest.MonkeyPatch, names: str, source: str
+) -> None:
+    monkeypatch.setattr(relay, "CONNECT_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(relay, "_LOCAL_LIMITS", AcceptLimits(deadline_s=600.0))
+    hosts = make_hosts(names)
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Relay, "_carry", never)
+    with hosts.listen("x") as listener, contextlib.ExitStack() as callers:
+        port = listener.getsockname()[1]
+        gone, ended, patient = (callers.enter_context(hosts.connect(source, "x", port)) for _ in range(3))
+        gateway = hosts.relays["a"]
+        wait_until(lambda: gateway.num_led == len(gateway._carried) == 3)
+        ended.shutdown(socket.SHUT_WR)
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.close()
+        wait_until(
+            lambda: gateway.num_led == len(gateway._carried) == 2, "the end of the task of a caller that is gone"
+        )
+        hosts.stop("x")
+        for each in (ended, patient):
+            with pytest.raises(ConnectionResetError):
+                each.recv(1)
+        wait_until(lambda: gateway.num_led == len(gateway._carried) == 0)

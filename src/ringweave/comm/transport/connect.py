@@ -132,10 +132,14 @@ class IncomingConnections:
             return None
         sock, _ = accepted
         sock.setblocking(False)
-        is_secured = self._encryption is None or sock.family == socket.AF_UNIX
+        number, is_secured = connection_id(sock), self._encryption is None or sock.family == socket.AF_UNIX
         if self._encryption is not None and not is_secured:
-            sock = self._encryption.wrap_socket(sock, is_server=True)
-        connection = self._pending[sock.fileno()] = _PendingConnection(sock, connection_id(sock), is_secured=is_secured)
+            try:
+                sock = self._encryption.wrap_socket(sock, is_server=True)
+            except OSError:  # a stranger, who has gone again
+                self._limiter.finish(number)
+                return None
+        connection = self._pending[sock.fileno()] = _PendingConnection(sock, number, is_secured=is_secured)
         return connection
 
     def _advance(self, connection: _PendingConnection) -> bool:

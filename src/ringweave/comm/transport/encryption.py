@@ -113,10 +113,13 @@ class LinkEncryption:
             context.sslsocket_class = TlsSocket
 
     def wrap_socket(self, sock: socket.socket, *, is_server: bool) -> TlsSocket:
-        """Return a non-blocking connection whose handshake has not begun; it replaces `sock`."""
+        """Return a non-blocking connection whose handshake has not begun; it replaces `sock`; see `tls.wrap_socket`.
+
+        Raises:
+            OSError: The connection has ended.
+        """
         sock.setblocking(False)
-        context = self.server_context if is_server else self.client_context
-        wrapped = context.wrap_socket(sock, server_side=is_server, do_handshake_on_connect=False)
+        wrapped = tls.wrap_socket(self.server_context if is_server else self.client_context, sock, is_server=is_server)
         assert isinstance(wrapped, TlsSocket), "the class of this context"
         return wrapped
 

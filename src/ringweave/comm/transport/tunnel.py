@@ -15,7 +15,7 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +87,13 @@ class Tunnel:
         async def serve(sock: socket.socket, finish: Callable[[], None]) -> None:
             with self._encryption.refusals.noted(sock):
                 stream = await self._secure(sock, is_server=True, admits=admits)
-                identity = tls.certificate_identity(stream[1].get_extra_info("ssl_object"))
-                if revokes(identity.name):
-                    stream[1].transport.abort()
-                    raise handshake.TurnedAwayError("revoked", handshake.revoked_text(identity))
+                with _aborted_by_errors(stream):
+                    identity = tls.certificate_identity(stream[1].get_extra_info("ssl_object"))
+                    if revokes(identity.name):
+                        raise handshake.TurnedAwayError("revoked", handshake.revoked_text(identity))
             finish()
-            local = await asyncio.open_connection(*target, limit=_PIECE_BYTES)
+            with _aborted_by_errors(stream):
+                local = await asyncio.open_connection(*target, limit=_PIECE_BYTES)
             await self._lead(stream, local)
 
         return self._start(listener, serve)
@@ -112,7 +113,9 @@ class Tunnel:
                 return
             remote = await self._call(door, sock)
             stream = await self._secure(remote, is_server=False, admits=admits)
-            await self._lead(stream, await _open_stream(sock))
+            with _aborted_by_errors(stream):
+                local = await _open_stream(sock)
+            await self._lead(stream, local)
 
         return self._start(listener, serve)
 
@@ -199,9 +202,9 @@ class Tunnel:
         """Return the encrypted connection."""
         context = self._encryption.server_context if is_server else self._encryption.client_context
         stream = await _open_stream(sock, context, is_server=is_server)
-        if not admits(tls.peer_fingerprint(stream[1].get_extra_info("ssl_object"))):
-            stream[1].transport.abort()
-            raise handshake.TurnedAwayError("identity", _STRANGER)
+        with _aborted_by_errors(stream):
+            if not admits(tls.peer_fingerprint(stream[1].get_extra_info("ssl_object"))):
+                raise handshake.TurnedAwayError("identity", _STRANGER)
         return stream
 
     async def _lead(self, one: Stream, other: Stream) -> None:
@@ -230,6 +233,16 @@ class Tunnel:
                         os.dup2(nothing.fileno(), descriptor)  # whoever closes it later closes nothing else
         for forwarder in self._forwarders:
             forwarder.close_inherited()
+
+
+@contextlib.contextmanager
+def _aborted_by_errors(stream: Stream) -> Iterator[None]:
+    """Abort a connection if the block fails; closing its socket alone leaves the loop with a descriptor of another."""
+    try:
+        yield
+    except BaseException:
+        stream[1].transport.abort()
+        raise
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -270,15 +283,22 @@ def _has_ended(sock: socket.socket) -> bool:
 
 def is_own_user(sock: socket.socket) -> bool:
     """Return whether a process of this user is at the other end of a connection on loopback, by the kernel's tables."""
-    host, port = sock.getpeername()[:2]
-    wanted = f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
+    far, near = sock.getpeername()[:2], sock.getsockname()[:2]
     for family in ("tcp", "tcp6"):  # torch's sockets are of IPv6, with IPv4's addresses in theirs
         with contextlib.suppress(FileNotFoundError):
-            rows = Path(f"/proc/self/net/{family}").read_text(encoding="ascii").splitlines()[1:]
-            users = [words[7] for words in map(str.split, rows) if words[1].endswith(wanted)]
+            users = connection_users(Path(f"/proc/self/net/{family}").read_text(encoding="ascii"), far, near)
             if users:
-                return all(int(user) in (os.geteuid(), 0) for user in users)
+                return users <= {os.geteuid(), 0}
     return False
+
+
+def connection_users(table: str, local: tuple[str, int], remote: tuple[str, int]) -> set[int]:
+    """Return the users of the sockets of a connection in a table of the kernel; others share its local port."""
+    wanted = [
+        f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}" for host, port in (local, remote)
+    ]
+    rows = map(str.split, table.splitlines()[1:])
+    return {int(words[7]) for words in rows if all(map(str.endswith, words[1:3], wanted))}
 
 
 def tunnel_for(environment: WorkerEnvironment) -> Tunnel | None:

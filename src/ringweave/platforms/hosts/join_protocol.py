@@ -35,7 +35,7 @@ from ringweave.jobs.states import JobState, Reason
 from ringweave.platforms.hosts.messages import HOST_ROLE, JOINER_ROLE, JoinAnswer, JoinRequest
 from ringweave.platforms.hosts.run_entry import HostEndpoint, JoinSeat, RunEntry, RunEvent
 from ringweave.relayed_address import is_relayed
-from ringweave.rpc import Credentials, Identity, RpcCall, RpcHandler, RpcLimits, RpcServer
+from ringweave.rpc import Credentials, Identity, RpcCall, RpcHandler, RpcLimits, RpcServer, tls
 from ringweave.rpc.handshake import TurnedAwayError
 
 DEFAULT_EXPIRY_S = 600.0
@@ -452,7 +452,7 @@ class JoinListenerAuthentication:
         """
         assert is_server, "a host never joins its own run"
         self._count_attempt(raw.getpeername()[0])
-        sock = self._context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
+        sock = tls.wrap_socket(self._context, raw, is_server=True)
         with self._lock:
             self._sockets.append((self._clock(), sock))
         try:

@@ -24,7 +24,7 @@ import ssl
 import struct
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,7 +34,7 @@ from ringweave.errors import RingweaveError, UsageError
 from ringweave.files import file_io, rotation
 from ringweave.platforms.hosts.join_protocol import print_refusal
 from ringweave.platforms.hosts.messages import HOST_ROLE
-from ringweave.platforms.hosts.run_entry import HostEndpoint, HostFolder
+from ringweave.platforms.hosts.run_entry import HostEndpoint, HostFolder, HostsReader
 from ringweave.platforms.local import job_folder
 from ringweave.relayed_address import is_relayed
 from ringweave.rpc import Credentials, tls
@@ -72,19 +72,16 @@ class ByteStream(Protocol):
 
     async def read(self) -> bytes:
         """Return the next bytes; none at the end of this direction."""
-        ...
 
     async def write(self, content: bytes) -> None: ...
 
     async def write_end(self) -> None:
         """End this direction; the other one goes on."""
-        ...
 
     def close(self) -> None: ...
 
     def abort(self) -> None:
         """Reset the connection: the other end sees that it is broken."""
-        ...
 
 
 class PlainStream:
@@ -146,6 +143,25 @@ class FramedStream:
 
     def abort(self) -> None:
         self._writer.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def while_connected(caller: asyncio.StreamWriter, limit_s: float) -> AsyncIterator[None]:
+    """Bound a block by a time, and by the caller's life as far as that is known: a half-closed connection lives.
+
+    Raises:
+        TimeoutError: The time is over, or the caller gone.
+    """
+    lost = asyncio.shield(caller.wait_closed())
+    async with asyncio.timeout(limit_s) as limit:
+        end: Callable[[object], None] = lambda _: limit.reschedule(0.0)  # noqa: E731 - removed by its name
+        lost.add_done_callback(end)
+        try:
+            yield
+        finally:
+            lost.remove_done_callback(end)
+            if not lost.cancel():
+                lost.exception()
 
 
 async def lead(one: ByteStream, other: ByteStream) -> None:
@@ -278,7 +294,7 @@ class Relay:
         """Gateway -> time at which it appeared."""
         self._reached: set[int] = set()
         """Gateways that have answered once."""
-        self._carried: dict[int, tuple[str, asyncio.Future[FramedStream]]] = {}
+        self._carried: dict[int, tuple[ControlLink, asyncio.Future[FramedStream]]] = {}
         self._ids = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._leading: set[asyncio.Task[None]] = set()
@@ -348,7 +364,9 @@ class Relay:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(link.serve(self._handle))
                 await link.offer(self._own_table)
-                await self._note_reached(host)
+                async with self._is_known:
+                    self._reached.add(host)
+                    self._is_known.notify_all()
             await self._drop_link(link)
             await asyncio.sleep(RECONNECT_S)
 
@@ -367,11 +385,6 @@ class Relay:
             raise ConnectionError(f"another process answers at {endpoint.address} port {endpoint.relay_port}")
         writer.write(json.dumps({"token": self._credentials.token, **hello}).encode() + b"\n")
         return reader, writer
-
-    async def _note_reached(self, host: int) -> None:
-        async with self._is_known:
-            self._reached.add(host)
-            self._is_known.notify_all()
 
     def _own_table(self) -> Table:
         return {self._own.address: relayed_address.find_listeners(self._own.address)}
@@ -478,13 +491,13 @@ class Relay:
                 link = self._links[host] = ControlLink(host, reader, writer)
                 self._spawn(self._serve_control(link))
             case "carry":
-                name, waiting = self._carried.pop(int(hello["number"]))
-                if name != endpoint.node or waiting.done():
+                link, waiting = self._carried.pop(int(hello["number"]))
+                if link.host != host or waiting.done():
                     raise ConnectionRefusedError("nobody waits for this connection")
                 waiting.set_result(FramedStream(reader, writer))
             case "call":
                 caller = FramedStream(reader, writer)
-                await self._lead_to(caller, str(hello["address"]), int(hello["port"]))
+                await self._lead_to(caller, writer, (str(hello["address"]), int(hello["port"])), lambda: None)
             case _:
                 raise ConnectionRefusedError(f"kind {hello['kind']!r} of {endpoint.node}")
 
@@ -512,8 +525,8 @@ class Relay:
             work = self._carry(link, int(message["open"]), str(message["address"]), int(message["port"]))
             self._spawn(work, self._leading)
         elif "failed" in message:
-            name, waiting = self._carried.pop(int(message["failed"]), ("", None))
-            if waiting is not None and name == self._load_hosts()[link.host].node and not waiting.done():
+            asked, waiting = self._carried.pop(int(message["failed"]), (None, None))
+            if waiting is not None and asked is link and not waiting.done():
                 waiting.set_exception(ConnectionRefusedError("refused there"))
 
     async def _take_table(self, link: ControlLink, serial: int, table: Table) -> None:
@@ -534,7 +547,10 @@ class Relay:
         link.send(done=serial, taken=sorted(port for port in taken if any(port in ports for ports in table.values())))
 
     async def _drop_link(self, link: ControlLink) -> None:
-        """Refuse connections to a host whose control connection has ended."""
+        """Refuse connections to a host whose control connection has ended, also those that wait for its answer."""
+        for asked, waiting in self._carried.values():
+            if asked is link and not waiting.done():
+                waiting.set_exception(ConnectionResetError("its control connection has ended"))
         if self._links.get(link.host) is not link:
             return
         del self._links[link.host]
@@ -579,8 +595,8 @@ class Relay:
         async def serve(caller: socket.socket) -> None:
             finish = functools.partial(limiter.finish, connection_id(caller))
             try:
-                stream = PlainStream(*await tls.accept_stream(caller, None, 0.0, BUFFER_BYTES))
-                await self._lead_to(stream, address, port, finish)
+                reader, writer = await tls.accept_stream(caller, None, 0.0, BUFFER_BYTES)
+                await self._lead_to(PlainStream(reader, writer), writer, (address, port), finish)
             finally:
                 finish()
 
@@ -589,9 +605,9 @@ class Relay:
         return listener
 
     async def _lead_to(
-        self, caller: ByteStream, address: str, port: int, on_reached: Callable[[], object] = lambda: None
+        self, caller: ByteStream, writer: asyncio.StreamWriter, where: tuple[str, int], on_reached: Callable[[], object]
     ) -> None:
-        """Lead a connection to a relayed address, in the task that has accepted it."""
+        """Lead a connection, whose writer this is, to a relayed address, in the task that has accepted it."""
         task = asyncio.current_task()
         assert task is not None
         self._leading.add(task)
@@ -599,8 +615,8 @@ class Relay:
         try:
             if self._is_closing:
                 raise ConnectionAbortedError("this relay ends")
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                reached = await self._reach(address, port)
+            async with while_connected(writer, CONNECT_TIMEOUT_S):
+                reached = await self._reach(*where)
         except (OSError, TimeoutError, UsageError):
             caller.abort()
             return
@@ -621,7 +637,7 @@ class Relay:
             return FramedStream(*await self._call_gateway(link.host, kind="call", address=address, port=port))
         number = next(self._ids)
         waiting: asyncio.Future[FramedStream] = asyncio.get_running_loop().create_future()
-        self._carried[number] = (self._load_hosts()[link.host].node, waiting)
+        self._carried[number] = (link, waiting)
         try:
             link.send(open=number, address=address, port=port)
             return await waiting
@@ -647,26 +663,10 @@ def peer_name(writer: asyncio.StreamWriter) -> tuple[str, str]:
     return (identity.job, identity.name) if identity.role == HOST_ROLE else ("", "")
 
 
-class _HostsReader:
-    """Reads the hosts of the entry again once its file is another one."""
-
-    def __init__(self, folder: HostFolder) -> None:
-        self._folder = folder
-        self._read_mtime_ns = 0
-        self._hosts: Sequence[HostEndpoint] = ()
-
-    def read(self) -> Sequence[HostEndpoint]:
-        with contextlib.suppress(FileNotFoundError):  # the run is being removed
-            mtime_ns = self._folder.entry.stat().st_mtime_ns
-            if mtime_ns != self._read_mtime_ns:
-                self._hosts, self._read_mtime_ns = self._folder.load_entry().hosts, mtime_ns
-        return self._hosts
-
-
 async def run_relay(folder: HostFolder) -> None:
     """Run the relay of this host until the run is removed, or its service ends it by SIGTERM."""
     config = folder.load_config()
-    hosts = _HostsReader(folder)
+    hosts = HostsReader(folder)
     relay = Relay(config.index, Credentials.load(folder.credentials), hosts.read)
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)

@@ -16,9 +16,10 @@ STATE/hosts-NAME/ID/job/             job folder of the local platform, for the w
 ```
 """
 
+import contextlib
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -224,6 +225,22 @@ class HostFolder:
 
     def save_ballot(self, ballot: Ballot) -> None:
         file_io.replace_text(self.ballot, _BALLOT_JSON.dump(ballot), is_durable=True)
+
+
+class HostsReader:
+    """Reads the hosts of the entry again once its file is another one."""
+
+    def __init__(self, folder: HostFolder) -> None:
+        self._folder = folder
+        self._read_mtime_ns = 0
+        self._hosts: Sequence[HostEndpoint] = ()
+
+    def read(self) -> Sequence[HostEndpoint]:
+        with contextlib.suppress(FileNotFoundError):  # the run is being removed
+            mtime_ns = self._folder.entry.stat().st_mtime_ns
+            if mtime_ns != self._read_mtime_ns:
+                self._hosts, self._read_mtime_ns = self._folder.load_entry().hosts, mtime_ns
+        return self._hosts
 
 
 def hosts_state_folder() -> Path:

@@ -1,6 +1,7 @@
 """Observation of a job in the API server, and executor of the actions of `reconcile`, which are idempotent."""
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -298,9 +299,21 @@ class ActionExecutor:
             # The kubelet ends a Pod whose deadline has passed, and keeps it for inspection.
             await self._annotate_pod(pod, {objects.STOPPED_ANNOTATION: "true"}, {"spec": {"activeDeadlineSeconds": 1}})
         else:
-            if not observed.job.record.deleting:  # archived logs are deleted with the job
+            keeps_logs = not observed.job.record.deleting  # archived logs are deleted with the job
+            if keeps_logs:
                 await self._archive_log(observed, pod)
             await self._client.delete_exactly(api_client.PODS, pod)
+            if keeps_logs:
+                await self._delete_old_logs(observed.owner, action)
+
+    async def _delete_old_logs(self, owner: JobOwner, ended: records.StopGroup | records.DeleteGroup) -> None:
+        """Delete archived logs of the node's attempts that ended long before this one."""
+        selector = pod_logs.old_logs_selector(owner, ended.node, ended.attempt)
+        with contextlib.suppress(ApiError):  # the end of the next attempt deletes them too
+            for found in await self._client.list(api_client.CONFIG_MAPS, owner.namespace, labelSelector=selector):
+                key = pod_status.attempt_key(found)
+                if owner.owns(found) and key is not None and key[1] < ended.attempt:
+                    await self._client.delete_exactly(api_client.CONFIG_MAPS, found)
 
     async def _annotate_pod(self, pod: Pod, annotations: dict[str, str], more: Object) -> None:
         body = {"metadata": {"uid": pod["metadata"]["uid"], "annotations": annotations}, **more}

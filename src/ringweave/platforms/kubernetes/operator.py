@@ -240,16 +240,21 @@ def stop_signals() -> Iterator[asyncio.Event]:
 
 @contextlib.asynccontextmanager
 async def serve_health_and_metrics(
-    url: str | None, client: KubernetesClient, namespaces: Sequence[str], ready: asyncio.Event
+    url: str | None,
+    client: KubernetesClient,
+    namespaces: Sequence[str],
+    ready: asyncio.Event,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[None]:
     """Serve health and metrics while the context lasts, also while the operator waits for the lease.
 
     Args:
         url: URL of the health endpoint; at the same host, `/metrics` has the metrics, and `/readyz` is 200 if this
             operator leads, so that its gateway answers, else 503. None: nothing is served.
-        client: Client for the metrics, which each request reads anew.
+        client: Client for the metrics; requests that come soon after another one share its list of the jobs.
         namespaces: Namespaces of the jobs; empty: all.
         ready: Set while this operator leads.
+        clock: Seconds, for the age of the metrics.
     """
     if url is None:
         yield
@@ -261,12 +266,17 @@ async def serve_health_and_metrics(
     async def is_ready(_: web.Request) -> web.Response:
         return web.Response(text="ok") if ready.is_set() else web.Response(status=503, text="waits for the lease")
 
+    shared, lock = metrics.SharedAnswer[bytes](clock), asyncio.Lock()
+
     async def tell(_: web.Request) -> web.Response:
+        async with lock:
+            if not shared.is_fresh:
+                with shared.renewing() as answer:
+                    answer(metrics.metrics_text(await _list_job_views(client, namespaces)).encode())
         try:
-            text = metrics.metrics_text(await _list_job_views(client, namespaces))
+            return web.Response(body=shared.get(), headers={"Content-Type": CONTENT_TYPE_LATEST})
         except RingweaveError as error:
             return web.Response(status=503, text=f"{error}\n")
-        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     location = urlsplit(url)
     app = web.Application()

@@ -88,10 +88,10 @@ class JobLogReader:
         await self._report_lost_logs(begun | {key for key, _ in await self._list_pods(client)})
 
     async def _report_lost_logs(self, known: set[pod_status.AttemptKey]) -> None:
-        """Report attempts that ended by the platform's fault and whose log is lost."""
+        """Report attempts that ended by the platform's fault and whose log is lost, not only old."""
         for node in self._job.used_nodes:
             record = self._job.record.nodes[node]
-            for ended in (*record.history, *([record.ended] if record.ended else ())):
+            for ended in (*record.history, *([record.ended] if record.ended else ()))[-pod_logs.MAX_LOGS :]:
                 key = (node, ended.attempt)
                 if ended.cause is EndCause.PLATFORM and key not in known and self._matches_query(key):
                     name = self._job.node_name(node)

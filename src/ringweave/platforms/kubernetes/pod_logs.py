@@ -1,4 +1,4 @@
-"""Archived logs of attempts: each is kept in a ConfigMap until the job is deleted."""
+"""Archived logs of attempts, each in a ConfigMap: of each node the newest are kept until the job is deleted."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -14,6 +14,8 @@ from ringweave.platforms.kubernetes.objects import WORKER_CONTAINER, JobOwner, O
 MAX_LOG_BYTES = 512 * 1024
 """Maximum size of one attempt's log, cut at the front; a ConfigMap has room for 1 MiB."""
 MAX_LOG_LINES = 20_000
+MAX_LOGS = 20
+"""Newest attempts of a node whose logs are kept, as the run directories of its newest rounds are elsewhere."""
 LOG_READ_TIMEOUT_S = 20.0
 """Timeout for reading a whole log; a slower node counts as unresponsive."""
 LOG_RETRY_TIMEOUT_S = 10.0
@@ -105,3 +107,10 @@ def log_config_map(owner: JobOwner, pod: Mapping[str, Any], lines: Iterable[str]
     kept = text.encode()[-MAX_LOG_BYTES:].decode("utf-8", "ignore")
     metadata = owner.metadata(f"{pod['metadata']['name']}-log", **{LOG_LABEL: "true"}, **of_attempt)
     return {"metadata": metadata, "data": {LOG_KEY: kept}}
+
+
+def old_logs_selector(owner: JobOwner, node: int, attempt: int) -> str:
+    """Return the label selector of a node's archived logs, but for those that are kept once that attempt has ended."""
+    kept = ", ".join(str(each) for each in range(max(1, attempt - MAX_LOGS + 1), attempt + 1))
+    of_node = f"{objects.NODE_LABEL}={node},{objects.ATTEMPT_LABEL} notin ({kept})"
+    return f"{owner.selector},{LOG_LABEL},{of_node}"

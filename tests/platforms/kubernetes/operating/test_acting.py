@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,19 @@ import pytest
 
 from ringweave.errors import LaunchError
 from ringweave.jobs import records
-from ringweave.jobs.records import GroupPhase
+from ringweave.jobs.records import EndCause, GroupPhase
 from ringweave.launcher.workers import HostPort
 from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.agent_channel import AgentStatus
-from ringweave.platforms.kubernetes import action_executor, api_client, job_resource, objects
+from ringweave.platforms.api import LogQuery
+from ringweave.platforms.kubernetes import action_executor, api_client, job_resource, objects, pod_logs
 from ringweave.platforms.kubernetes.action_executor import ActionExecutor, ObservedJob
 from ringweave.platforms.kubernetes.agent_gateway import barrier_condition
 from ringweave.platforms.kubernetes.api_client import ApiError, KubernetesClient, Object
 from ringweave.platforms.kubernetes.objects import JobOwner, PodSettings
+from ringweave.platforms.kubernetes.platform import JobLogReader
 from ringweave.platforms.kubernetes.pod_status import JobObjects
+from tests.fakes.kubernetes.fake_cluster import FakeCluster
 from tests.platforms.kubernetes.operating.worlds import World, play, run_all
 
 NODE = {"name": "n0", "capacity": 3}
@@ -105,6 +109,44 @@ def test_what_is_not_the_jobs_stays(kubeconfig: Path) -> None:
             await client.delete(api_client.SERVICES, "default", objects.service_name("namesake"))
 
     asyncio.run(run())
+
+
+def test_of_many_attempts_the_newest_logs_are_kept(
+    cluster: FakeCluster, kubeconfig: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pod_logs, "MAX_LOGS", 2)
+    monkeypatch.setattr(cluster.handler, "logs", lambda *_: one_line())
+
+    async def one_line() -> AsyncIterator[bytes]:
+        yield b"[0] of the workers"
+
+    async def test(world: World) -> None:
+        theirs = JobOwner(name="worn", namespace="default", uid="33333333-3333-3333-3333-333333333333")
+        pod = {"metadata": {"name": "theirs", "labels": {objects.NODE_LABEL: "1", objects.ATTEMPT_LABEL: "1"}}}
+        await world.client.create(api_client.CONFIG_MAPS, "default", pod_logs.log_config_map(theirs, pod, ["theirs"]))
+        for attempt in (1, 2, 3):
+            pods = await run_all(world)
+            await world.kubelet.fail_pod(pods[1, attempt], EndCause.PLATFORM)
+            world.now_s += 600.0
+            await world.settle()
+        found = await world.client.list(
+            api_client.CONFIG_MAPS, "default", labelSelector=f"{objects.JOB_LABEL}=worn,{pod_logs.LOG_LABEL}"
+        )
+        assert {each["metadata"]["name"] for each in found} == {"worn-1-2-log", "worn-1-3-log", "theirs-log"}
+        resource = await world.job()
+        job = job_resource.job_from_resource(resource)
+        assert job is not None
+        assert [each.attempt for each in job.record.nodes[1].history] == [1, 2, 3], "`why` knows more ends than logs"
+        lines = JobLogReader(
+            lambda: api_client.connection_info({"KUBECONFIG": str(kubeconfig)}),
+            JobOwner.from_resource(resource),
+            job,
+            LogQuery(node="n1"),
+        ).read_lines()
+        assert [(line.attempt, line.text) for line in lines] == [(2, "of the workers"), (3, "of the workers")]
+        await world.client.delete(api_client.CONFIG_MAPS, "default", "theirs-log")
+
+    play(kubeconfig, "worn", test)
 
 
 ELASTIC: dict[str, Any] = {**SPEC, "nodes": [NODE, {**NODE, "name": "n1"}], "cpuWorkers": 6, "elastic": {"min": 3}}

@@ -94,6 +94,38 @@ def test_one_that_waits_for_the_lease_says_that_it_lives_and_has_metrics(kubecon
     asyncio.run(give_back())
 
 
+def test_strangers_who_ask_for_metrics_cost_the_api_server_little(cluster: FakeCluster, kubeconfig: Path) -> None:
+    url, now_s, lists = free_url(), [50.0], list[str]()
+
+    async def count(http: web.Request) -> None:
+        if http.method == "GET" and http.path.endswith("/trainingjobs"):
+            lists.append(http.path)
+
+    async def ask(session: aiohttp.ClientSession) -> str:
+        async with session.get(url.replace("healthz", "metrics")) as answer:
+            assert answer.status == 200
+            return await answer.text()
+
+    async def run() -> None:
+        connect = kubernetes_operator.connector({"KUBECONFIG": str(kubeconfig)}, None)
+        async with (
+            KubernetesClient(connect) as client,
+            kubernetes_operator.serve_health_and_metrics(url, client, (), asyncio.Event(), lambda: now_s[0]),
+            aiohttp.ClientSession() as session,
+        ):
+            assert len({*await asyncio.gather(*(ask(session) for _ in range(50)))}) == 1
+            assert len(lists) == 1
+            now_s[0] += 1.0
+            await asyncio.gather(*(ask(session) for _ in range(50)))
+            assert len(lists) == 2
+
+    cluster.handler.before_request = count
+    try:
+        asyncio.run(run())
+    finally:
+        cluster.handler.before_request = None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("answers", [True, False])
 def test_one_whose_api_server_is_away_leads_again_afterwards(
