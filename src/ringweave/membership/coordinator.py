@@ -226,9 +226,12 @@ class Coordinator:
         targets, self._probe_targets = self._probe_targets, {}
         return targets
 
-    def note_unreachable(self, member: str, now_s: float) -> None:
-        """Note that nothing listens at the member's address: its node is cut off, or it has ended. It will not come."""
-        self._election.note_unreachable(member)
+    def note_unreachable(self, member: str, now_s: float, *, has_ended: bool) -> None:
+        """Note that nothing listens at the member's address: its node is cut off, or it has ended. It will not come.
+
+        `has_ended`: its node lives and says that no process listens there.
+        """
+        self._election.note_unreachable(member, has_ended=has_ended)
         self._advance(now_s)
 
     def record_heartbeat(self, member: str, heartbeat: Heartbeat, now_s: float) -> None:
@@ -456,18 +459,19 @@ class Coordinator:
         are excluded a little later than without a change of coordinators: all lost theirs at the same moment, but a
         member that joined lately waits longer for it, since the state that it received then delayed the coordinator's
         answers. The present members are paused meanwhile. An unreachable member gets no extra time, however busy the
-        machines are.
+        machines are; one whose process has ended gets none at all, as where its connection closes.
         """
-        if not self._election.awaits_voters(now_s, self._settings.takeover_wait_s, self._failure_detector.present):
+        present = self._failure_detector.present
+        if self._election.have_rest_ended(present) or not self._election.awaits_voters(
+            now_s, self._settings.takeover_wait_s, present
+        ):
             return self._awaits_state_owner(now_s)
         lost_s, members = self._election.coordinator_lost_s(now_s), self.membership.members if self.membership else ()
         is_broken = lost_s > ANSWER_TIMEOUT.min_s and self._failure_detector.are_at_standstill(members, _STANDSTILL_S)
         if (self._election.take_unsettled() or is_broken) and self._proposal is None:
             self._propose(is_urgent=True)
-        is_hopeless, least_s = (
-            self._election.are_rest_unreachable(self._failure_detector.present),
-            self._settings.heartbeat_timeout.min_s,
-        )
+        is_hopeless = self._election.are_rest_unreachable(present)
+        least_s = self._settings.heartbeat_timeout.min_s
         if not is_hopeless:
             least_s = max(1.0, self._election.longest_answer_timeout_s / ANSWER_TIMEOUT.min_s) * max(
                 _REMAINING_VOTERS_S, least_s

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -124,10 +124,10 @@ def test_a_coordinator_that_takes_over_looks_for_who_has_not_come_and_gives_up_w
     membership, now_s = Membership(generation_id=(1, 1), statuses=statuses), [10.0]
     sought, can_answer = list[Mapping[str, str]](), threading.Event()
 
-    def seek(places: Mapping[str, str]) -> Collection[str]:
+    def seek(places: Mapping[str, str]) -> Mapping[str, bool]:
         sought.append(places)
         can_answer.wait()
-        return [] if is_found else places
+        return {} if is_found else dict.fromkeys(places, False)
 
     wanted = MembershipSettings(bounds=MemberBounds(min_members=1, max_members=4), expected=3)
     coordinator = Coordinator(wanted, now_s=now_s[0], index=1, is_standby=True)
