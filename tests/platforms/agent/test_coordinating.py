@@ -78,14 +78,6 @@ def test_the_first_two_nodes_have_one_each(desks: dict[str, RoundServices]) -> N
     assert desks["c"].prepare_round(DesiredState(round=1)) == {}
 
 
-def test_the_credentials_of_a_round_fit_into_a_message_between_hosts(tmp_path: Path) -> None:
-    one = rpc.CertificateAuthority("j" * 60).issue("coordinator", "1").to_text()
-    most, json_bytes = channel(tmp_path), len(json.dumps({"coordinator-1.63.json": one}))
-    for num_workers in range(1, 57):  # beside two coordinators and two parameter servers
-        num_credentials = (num_workers + 4) * most.num_incarnations(num_workers)
-        assert num_credentials * json_bytes < RpcLimits().max_body_bytes
-
-
 def test_there_are_credentials_for_every_life_each_of_use_once(desks: dict[str, RoundServices], tmp_path) -> None:
     opening(desks)
     spares = channel(tmp_path)
