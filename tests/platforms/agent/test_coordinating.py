@@ -1,6 +1,5 @@
 """The coordinators of an elastic job: who has them, credentials for every life, who takes a lost one's place."""
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ringweave import rpc
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.services import COORDINATOR_LINGER_S, CoordinatorProcesses, JobServer
@@ -25,7 +23,6 @@ from ringweave.platforms.agent.job_config import JobConfig, NodeConfig, Rendezvo
 from ringweave.platforms.agent.node_round import RoundServices
 from ringweave.platforms.local.file_channel import FileAgentChannel
 from ringweave.platforms.local.job_folder import JobFolder
-from ringweave.rpc import RpcLimits
 
 NODES = tuple(NodeConfig(index=index, name=name, workers=2) for index, name in enumerate("abc"))
 CONFIG = JobConfig(job="job", device="cpu", mode="auto", nodes=NODES, script="s.py", min_workers=3)

@@ -66,7 +66,7 @@ def test_a_worker_is_forked_from_imports_that_began_before_the_place_to_meet_was
 ) -> None:
     starter.prepare_round(DesiredState(round=1))
     assert len(servers(tmp_path)) == 1
-    begun = starter.start_workers(RendezvousResult(round=1, master_address=HostPort("127.0.0.9", 4711)))
+    begun = starter.start_workers(RendezvousResult(round=1, master_address=HostPort(host="127.0.0.9", port=4711)))
     outcomes = []
 
     def has_ended() -> bool:

@@ -78,7 +78,7 @@ def finish(hosts: FakeHosts, last: Path) -> None:
 
 
 def check_simultaneous_requests(hosts: FakeHosts) -> None:
-    """Ask three workers to become four and five at the same moment: each answer follows from the other, or the start."""
+    """Ask for four and five workers at the same moment: one answer follows from the start, and one from the other."""
     commands = {str(workers): hosts.start("scale", "train", "--workers", str(workers)) for workers in (4, 5)}
     said = {workers: command.communicate(timeout=120) for workers, command in commands.items()}
     before = {workers: re.findall(r" requested, (\d) before", out) for workers, (out, _) in said.items()}
@@ -282,7 +282,7 @@ def test_a_later_worker_shares_the_processors_of_the_hosts_with_all() -> None:
     entry = entry_of(slots=(400, 300, 300))
     config = entry.origin.config(entry.job)
     addresses = {name: f"10.0.0.{number}" for number, name in enumerate("abc")}
-    rendezvous = RendezvousResult(round=1, master_address=HostPort("10.0.0.0", 1), addresses=addresses)
+    rendezvous = RendezvousResult(round=1, master_address=HostPort(host="10.0.0.0", port=1), addresses=addresses)
     program = job_config.worker_program(config)
     group = job_config.node_worker_group(
         config, 0, rendezvous, run_dir=RunDir(root=Path("/run")), program=program, cpus=8

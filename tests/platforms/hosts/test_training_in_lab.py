@@ -48,9 +48,8 @@ for epoch in loader.epochs(NUM_EPOCHS):
     print("epoch", epoch, flush=True)
 with torch.no_grad():
     ended = mse(model(x), y).item()
-account = loader.account
 end = {"weights": [each.tolist() for each in model.parameters()], "begun": begun, "ended": ended}
-end |= {"exact": account.is_exact, "accounted": account.is_accounted, "lost": account.lost.num_samples}
+end |= {"accounted": loader.account.ACCOUNT}
 sys.stdout.write(json.dumps(end) + "\\n")
 """
 PIPELINE = """
@@ -106,18 +105,18 @@ def run_to_end(lab: SshLab, script: str, *words: str) -> tuple[str, str]:
     return out, errors
 
 
-def sites_script(num_epochs: int, sleep_s: float = 0.0) -> str:
-    return SITES.replace("NUM_EPOCHS", str(num_epochs)).replace("SLEEP_S", str(sleep_s))
+def sites_script(num_epochs: int, sleep_s: float = 0.0, account: str = "is_exact") -> str:
+    return SITES.replace("NUM_EPOCHS", str(num_epochs)).replace("SLEEP_S", str(sleep_s)).replace("ACCOUNT", account)
 
 
 def run_json(lab: SshLab) -> dict[str, Any]:
-    return json.loads(lab.nodes[0].read("project/out/run.json"))
+    return json.loads(lab.nodes[0].read("project/runs/out/run.json"))
 
 
 def events_of(lab: SshLab, kind: str) -> list[dict[str, Any]]:
     """Events of that kind in the run directory, into which the command has copied those of all hosts."""
     found = []
-    for path in lab.nodes[0].path("/home/trainer/project/out/hosts").rglob("events.jsonl"):
+    for path in lab.nodes[0].path("/home/trainer/project/runs/out/hosts").rglob("events.jsonl"):
         found += [json.loads(line) for line in path.read_text().splitlines() if f'"{kind}"' in line]
     return [event for event in found if event["kind"] == kind]
 
@@ -131,16 +130,15 @@ def check_trained(found: Sequence[dict[str, Any]]) -> None:
     """Check that all have the same parameters, which have learned."""
     assert all(each["weights"] == found[0]["weights"] for each in found)
     assert found[0]["ended"] < 0.2 * found[0]["begun"], (found[0]["begun"], found[0]["ended"])
-    assert all(each["accounted"] and each["lost"] == 0 for each in found)
+    assert all(each["accounted"] for each in found)
 
 
 def test_local_trains_in_the_sites_that_the_links_show_and_an_elastic_run_in_the_same(two_sites: SshLab) -> None:
-    hosts = ("--hosts", "a0,a1,b0,b1", "--mode", "local", "--run-dir", "out")
+    hosts = ("--hosts", "a0,a1,b0,b1", "--mode", "local", "--run-dir", "runs/out")
     out, errors = run_to_end(two_sites, sites_script(6), *RINGWEAVE, "run", *hosts, "train.py")
     found = ends(out)
     assert len(found) == 4, errors
     check_trained(found)
-    assert all(each["exact"] for each in found)
     training = run_json(two_sites)["training"]
     assert training["mode"] == "local"
     assert "sites by measured links: a0 a1 | b0 b1" in training["reason"], training["reason"]
@@ -152,7 +150,8 @@ def test_local_trains_in_the_sites_that_the_links_show_and_an_elastic_run_in_the
     wait_nothing_left(two_sites)
 
     elastic = (*RINGWEAVE, "run", *hosts, "--elastic", "2:4", "train.py")
-    command = start(two_sites, sites_script(12, sleep_s=0.02), *elastic)
+    account = "is_accounted and not loader.account.lost.num_samples"
+    command = start(two_sites, sites_script(12, sleep_s=0.02, account=account), *elastic)
     wait_until(lambda: "epoch 1" in worker_output(two_sites, 3), lambda: worker_output(two_sites, 3))
     two_sites.nodes[3].kill_all()
     out, errors = command.communicate(timeout=400)
@@ -167,7 +166,7 @@ def test_local_trains_in_the_sites_that_the_links_show_and_an_elastic_run_in_the
 
 
 def worker_output(lab: SshLab, rank: int) -> str:
-    path = lab.nodes[0].path(f"/home/trainer/project/out/logs/rank-{rank}.log")
+    path = lab.nodes[0].path(f"/home/trainer/project/runs/out/logs/rank-{rank}.log")
     return path.read_text() if path.exists() else ""
 
 
@@ -185,7 +184,7 @@ def test_a_pipeline_has_the_losses_of_one_process(trio: SshLab, options: tuple[s
     single = [line for line in alone.splitlines() if line.startswith(("loss", "held out"))]
     values = [float.fromhex(line.split()[-1]) for line in single]
     assert (len(values), values[-1] < 0.8 * values[0]) == (31, True)
-    hosts = ("--hosts", "n0,n1,n2", "--run-dir", "out")
+    hosts = ("--hosts", "n0,n1,n2", "--run-dir", "runs/out")
     out, errors = run_to_end(trio, PIPELINE, *RINGWEAVE, "run", *hosts, *options, "train.py")
     found = lines_of(out)
     assert sorted(found) == ["0", "1", "2"], errors

@@ -234,9 +234,7 @@ def observe_hosts(entry: RunEntry, views: Sequence[HostView]) -> ObservedJobStat
     )
 
 
-def scale_run(
-    entry: RunEntry, views: Sequence[HostView], workers: int, now: float, request_id: str = ""
-) -> RunEntry:
+def scale_run(entry: RunEntry, views: Sequence[HostView], workers: int, now: float, request_id: str = "") -> RunEntry:
     """Return the entry with another number of workers that the run shall have; of its last request, as it is.
 
     `request_id`: id of the request, which may be sent again after a lost answer.

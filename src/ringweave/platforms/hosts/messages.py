@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
 import pydantic
+from typing_extensions import Buffer
 
 from ringweave.errors import MessageError
 from ringweave.files.rotation import CURSOR_PATTERN
@@ -123,7 +124,7 @@ def pack_secrets(files: Mapping[str, str]) -> list[bytes]:
     return [_SECRETS.dump_json(dict(files))] if files else []
 
 
-def unpack_secrets(buffers: Sequence[bytes | bytearray | memoryview]) -> dict[str, str]:
+def unpack_secrets(buffers: Sequence[Buffer]) -> dict[str, str]:
     """Return the credentials of such buffers.
 
     Raises:
@@ -132,7 +133,7 @@ def unpack_secrets(buffers: Sequence[bytes | bytearray | memoryview]) -> dict[st
     if not buffers:
         return {}
     try:
-        return _SECRETS.validate_json(bytes(buffers[0]))
+        return _SECRETS.validate_json(bytes(memoryview(buffers[0])))
     except pydantic.ValidationError:
         expected, do = "a JSON object of texts", "Look at the host that sent it: it runs another program"
         raise MessageError("credentials of a round", got="something else", expected=expected, do=do) from None
