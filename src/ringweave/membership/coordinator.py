@@ -227,10 +227,7 @@ class Coordinator:
         return targets
 
     def note_unreachable(self, member: str, now_s: float, *, has_ended: bool) -> None:
-        """Note that nothing listens at the member's address: its node is cut off, or it has ended. It will not come.
-
-        `has_ended`: its node lives and says that no process listens there.
-        """
+        """Note that nothing listens at the member's address: its node is cut off, or its process `has_ended`."""
         self._election.note_unreachable(member, has_ended=has_ended)
         self._advance(now_s)
 
@@ -470,8 +467,7 @@ class Coordinator:
         is_broken = lost_s > ANSWER_TIMEOUT.min_s and self._failure_detector.are_at_standstill(members, _STANDSTILL_S)
         if (self._election.take_unsettled() or is_broken) and self._proposal is None:
             self._propose(is_urgent=True)
-        is_hopeless = self._election.are_rest_unreachable(present)
-        least_s = self._settings.heartbeat_timeout.min_s
+        is_hopeless, least_s = self._election.are_rest_unreachable(present), self._settings.heartbeat_timeout.min_s
         if not is_hopeless:
             least_s = max(1.0, self._election.longest_answer_timeout_s / ANSWER_TIMEOUT.min_s) * max(
                 _REMAINING_VOTERS_S, least_s

@@ -7,6 +7,7 @@ import pydantic
 from typing_extensions import Buffer
 
 from ringweave.errors import MessageError
+from ringweave.files import file_io
 from ringweave.files.rotation import CURSOR_PATTERN
 from ringweave.jobs.records import ObservedGroup
 from ringweave.platforms.agent.agent_channel import AgentStatus
@@ -111,6 +112,8 @@ class RoundSecrets(RpcMessage):
     kind: ClassVar[str] = "hosts.secrets"
 
 
+_MAX_SECRETS_BYTES = 32 * 2**20
+"""Of the credentials of a round: those of a thousand workers, eight for each, have 15 MB."""
 _SECRETS = pydantic.TypeAdapter(dict[str, str], config=pydantic.ConfigDict(hide_input_in_errors=True))
 
 
@@ -133,8 +136,8 @@ def unpack_secrets(buffers: Sequence[Buffer]) -> dict[str, str]:
     if not buffers:
         return {}
     try:
-        return _SECRETS.validate_json(bytes(memoryview(buffers[0])))
-    except pydantic.ValidationError:
+        return _SECRETS.validate_json(file_io.bounded(bytes(memoryview(buffers[0])), _MAX_SECRETS_BYTES))
+    except ValueError:
         expected, do = "a JSON object of texts", "Look at the host that sent it: it runs another program"
         raise MessageError("credentials of a round", got="something else", expected=expected, do=do) from None
 
