@@ -133,11 +133,9 @@ class Coordinator:
             return self._evicted.get(member) or self._eviction(membership_records.REASON_REPLACED)
         membership = self.membership if self.membership and member in self.membership.members else None
         generation_ids = [each.generation_id for each in (membership, self._proposal) if each is not None]
-        return (
-            MemberDirective(generation_id=max(generation_ids), membership=membership, proposal=self._proposal)
-            if generation_ids
-            else MemberDirective()
-        )
+        if not generation_ids:
+            return MemberDirective()
+        return MemberDirective(generation_id=max(generation_ids), membership=membership, proposal=self._proposal)
 
     def join(self, member: str, now_s: float) -> None:
         """Admit a process that wants to become a member. An earlier one of the same slot is gone then."""
@@ -225,6 +223,11 @@ class Coordinator:
         """Return the addresses of members that have not asked this coordinator since it took over; each once."""
         targets, self._probe_targets = self._probe_targets, {}
         return targets
+
+    @property
+    def awaited_voters(self) -> set[str]:
+        """Members that have not asked this coordinator since it took over, and may still come."""
+        return set() if self.end_reason or not self.is_active else self._election.awaited_voters(self.present)
 
     def note_unreachable(self, member: str, now_s: float, *, has_ended: bool) -> None:
         """Note that nothing listens at the member's address: its node is cut off, or its process `has_ended`."""
@@ -348,9 +351,8 @@ class Coordinator:
 
     def _grace_s(self, member: str) -> float:
         """Return the grace of a member: that of a busy machine, and more for the last member with the job's state."""
-        return self._scheduling_delay.grace_s + (
-            self._settings.member_wait_s if self._is_last_state_owner(member) else 0.0
-        )
+        owner_s = self._settings.member_wait_s if self._is_last_state_owner(member) else 0.0
+        return self._scheduling_delay.grace_s + owner_s
 
     def _query_recovering_members(self, now_s: float) -> None:
         """Ask recovering members for their status if the last member with the job's state is silent."""
@@ -469,9 +471,8 @@ class Coordinator:
             self._propose(is_urgent=True)
         is_hopeless, least_s = self._election.are_rest_unreachable(present), self._settings.heartbeat_timeout.min_s
         if not is_hopeless:
-            least_s = max(1.0, self._election.longest_answer_timeout_s / ANSWER_TIMEOUT.min_s) * max(
-                _REMAINING_VOTERS_S, least_s
-            )
+            patience = max(1.0, self._election.longest_answer_timeout_s / ANSWER_TIMEOUT.min_s)
+            least_s = patience * max(_REMAINING_VOTERS_S, least_s)
         is_settled = is_hopeless or self._election.is_settled(now_s)
         is_early = self._proposal is None or lost_s <= least_s + self._scheduling_delay.grace_s or not is_settled
         return is_early or self._awaits_state_owner(now_s)

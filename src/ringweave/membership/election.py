@@ -191,9 +191,13 @@ class Election:
         """Return whether all members that have not voted are unreachable, and so will not come."""
         return self.remaining_voters(present) <= self._unreachable
 
+    def awaited_voters(self, present: Collection[str]) -> set[str]:
+        """Return members that have not voted, may still come, and have not ended as far as known."""
+        return self.remaining_voters(present) - self._ended
+
     def have_rest_ended(self, present: Collection[str]) -> bool:
         """Return whether the processes of all members that have not voted have ended."""
-        return self.remaining_voters(present) <= self._ended
+        return not self.awaited_voters(present)
 
     def coordinator_lost_s(self, now_s: float) -> float:
         """Return the seconds since any voter heard from an active coordinator."""

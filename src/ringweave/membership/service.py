@@ -271,12 +271,18 @@ class CoordinatorService:
             self._changed.notify_all()
 
     def _probe(self, targets: Mapping[str, str]) -> None:
-        for member, has_ended in self._find_unreachable(targets).items():
-            self._apply_event(
-                lambda now_s, member=member, has_ended=has_ended: self._coordinator.note_unreachable(
-                    member, now_s, has_ended=has_ended
+        """Look for members as long as they are awaited: a killed process listens until the kernel has its memory."""
+        while targets:
+            for member, has_ended in self._find_unreachable(targets).items():
+                self._apply_event(
+                    lambda now_s, member=member, has_ended=has_ended: self._coordinator.note_unreachable(
+                        member, now_s, has_ended=has_ended
+                    )
                 )
-            )
+            with self._changed:
+                awaited = self._coordinator.awaited_voters
+                targets = {member: address for member, address in targets.items() if member in awaited}
+                self._changed.wait(PROBE_INTERVAL_S if targets else 0.0)
 
     def _join(self, call: RpcCall) -> Ack:
         if call.peer.role != _WORKER_ROLE:
