@@ -52,6 +52,8 @@ class CoordinatorListener:
 
 NUM_PROBES, PROBE_INTERVAL_S = 2, 0.05
 """Number of connection attempts, and seconds between them. One SYN may be lost."""
+MAX_PROBE_PAUSE_S = 1.0
+"""Longest pause between two such looks for a member, each of which it records as a refused connection."""
 PROBE_TIMEOUT_S = 0.15
 """Wait after the last attempt. On a network that a job of several nodes can use, an answer takes a tenth of that."""
 _UNREACHABLE_ERRNOS = frozenset(
@@ -272,6 +274,7 @@ class CoordinatorService:
 
     def _probe(self, targets: Mapping[str, str]) -> None:
         """Look for members as long as they are awaited: a killed process listens until the kernel has its memory."""
+        pause_s = PROBE_INTERVAL_S
         while targets:
             for member, has_ended in self._find_unreachable(targets).items():
                 self._apply_event(
@@ -282,7 +285,8 @@ class CoordinatorService:
             with self._changed:
                 awaited = self._coordinator.awaited_voters
                 targets = {member: address for member, address in targets.items() if member in awaited}
-                self._changed.wait(PROBE_INTERVAL_S if targets else 0.0)
+            time.sleep(pause_s if targets else 0.0)
+            pause_s = min(MAX_PROBE_PAUSE_S, 2 * pause_s)
 
     def _join(self, call: RpcCall) -> Ack:
         if call.peer.role != _WORKER_ROLE:
