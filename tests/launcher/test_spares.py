@@ -198,13 +198,16 @@ def test_a_fork_server_that_does_not_answer_is_ended_and_replaced(given, monkeyp
 
 def test_the_wait_for_the_first_spare_ends_with_its_death_and_when_nothing_is_wanted_any_more(given) -> None:
     pool = given("", program="import sys; sys.exit('no room')")
+    pool.pool.start_first()
     pool.pool.wait_first()
     assert (pool.ready, pool.take()) == ([], None)
     pool = given("", program="import time; time.sleep(600)")
     pool.is_over = True
+    pool.pool.start_first()
     pool.pool.wait_first()
     assert (pool.ready, pool.take()) == ([], None)
     pool = given(IMPORTS_ITSELF)
+    pool.pool.start_first()
     pool.pool.wait_first()
     assert (len(pool.ready), pool.take().process.wait(timeout=300)) == (1, 0)
 

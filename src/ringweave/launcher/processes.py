@@ -300,9 +300,10 @@ class LocalLauncher:
         Raises:
             LaunchError: A worker could not be started; those already started have to be stopped.
         """
-        adopt_orphans()
-        self._start_guard()
-        self._open_spares(group)
+        if self._guard is None:
+            self.begin_imports(group, is_early=False)
+        if self._spares is not None:
+            self._spares.wait_first()
         for worker in group.workers:
             self._start_worker(worker, group.argv)
         self._output_reader.start()
@@ -310,12 +311,19 @@ class LocalLauncher:
             self._spares.close()
             self._spares = None
 
-    def _open_spares(self, group: workers.WorkerGroup) -> None:
-        """Open the pool of spares if there is to be one; a fork server is ready then, or cannot be had."""
+    def begin_imports(self, group: workers.WorkerGroup, *, is_early: bool = True) -> None:
+        """Open the pool of spares if there is to be one; a fork server begins its imports, for which `start` waits.
+
+        Args:
+            group: The workers, as `start` gets them later. Addresses of other nodes may still be wrong.
+            is_early: There is something else to wait for meanwhile, so even one worker gains from a fork server.
+        """
+        adopt_orphans()
+        self._start_guard()
         rules, program = self._spare_rules, self._spare_program
         if rules is None or program is None or not group.workers:
             return
-        has_use = rules.is_elastic or group.world_size > 1
+        has_use = is_early or rules.is_elastic or group.world_size > 1
         forks = has_use and spares.gains_from_fork_server(program, self._environ)
         if not forks and not rules.num_spares:
             return
@@ -323,7 +331,7 @@ class LocalLauncher:
         environ = _worker_environ(self._environ, group.workers[0])
         self._spares = SparePool(rules, command, environ, self._start_spare, self._clock)
         if forks:
-            self._spares.wait_first()
+            self._spares.start_first()
 
     def restart(self, worker: workers.WorkerSpec, argv: tuple[str, ...]) -> Spare | None:
         """Start a further worker, or replace an ended one of the same rank, of which every process is killed.

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _SLOT_VARIABLES = frozenset(
     {
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "GLOO_SOCKET_IFNAME"),
+        *("MASTER_ADDR", "MASTER_PORT", environment.COORDINATORS, environment.SERVER),
         *(environment.NODE, environment.MEMBER, environment.CREDENTIALS, environment.FINDINGS),
     }
 )
@@ -153,10 +154,13 @@ class SparePool:
         self._has_fork_server: bool | None = None
         """Whether the spares are fork servers; None until the first one is ready."""
 
-    def wait_first(self) -> None:
-        """Start the first spare with a worker's priority, and wait until it is ready, has died, or is late."""
-        deadline_s = self._clock() + _FIRST_TIMEOUT_S
+    def start_first(self) -> None:
+        """Start the first spare, with a worker's priority."""
         self._start_spare(nice=0)
+
+    def wait_first(self) -> None:
+        """Wait until the first spare is ready, has died, or is late."""
+        deadline_s = self._clock() + _FIRST_TIMEOUT_S
         while any(each.ready_s == math.inf for each in self._spares) and not self._rules.is_over():
             if self._clock() >= deadline_s:
                 return

@@ -29,7 +29,7 @@ from ringweave.launcher.restarts import (
 from ringweave.launcher.run_dir import RunDir, path_from_here
 from ringweave.launcher.scale_requests import WorkerRequests
 from ringweave.launcher.services import CoordinatorQuery, ServiceProcesses
-from ringweave.launcher.spares import SpareRules, gains_from_fork_server
+from ringweave.launcher.spares import Spare, SpareRules, gains_from_fork_server
 from ringweave.launcher.workers import WorkerGroup, WorkerProgram, WorkerSpec, WorkerState
 from ringweave.rpc import Credentials
 
@@ -454,9 +454,10 @@ class NodeWorkers:
 
     def _start(self) -> None:
         try:
+            services = self._stack.enter_context(ExitStack())
+            self._stack.enter_context(self._launcher)  # which may have begun already, and ends before the services
             for service in self._plan.services:
-                self._stack.enter_context(service.running(self._plan.environ))
-            self._stack.enter_context(self._launcher)
+                services.enter_context(service.running(self._plan.environ))
             self._launcher.start(self._plan.group)
             self._recorder.workers_started(self._launcher.pid)
         except BaseException as error:
@@ -628,37 +629,61 @@ class NodeSetup:
         )
 
 
+class PreparedLauncher:
+    """Launcher of the workers in these surroundings, before the plan of the workers is known."""
+
+    def __init__(self, setup: NodeSetup, environ: Mapping[str, str], *, is_elastic: bool) -> None:
+        """`environ` is what workers inherit; `is_elastic`: they are replaced."""
+        self.services: Sequence[ServiceProcesses] = ()
+        """Services that run beside the workers, once they are known."""
+        self.recorder: RunRecorder | None = None
+        """Recorder of the round, once it has begun."""
+        self._process_context = setup.process_context
+        self.launcher = LocalLauncher(
+            setup.run_dir.worker_log,
+            setup.console,
+            environ,
+            wrap_command=setup.node_context.wrap_worker_command,
+            open_credentials=setup.open_credentials,
+            process_context=replace(setup.process_context, is_unrelated=self._is_unrelated),
+        )
+        rules = SpareRules(
+            num_spares=setup.num_spares,
+            is_elastic=is_elastic,
+            is_over=setup.is_over,
+            node_entry=setup.node_context.node_entry,
+            on_ready=self._record_spare,
+            on_give_up=setup.warn,
+        )
+        self.launcher.keep_spares(setup.program, rules)
+
+    def _is_unrelated(self, process: psutil.Process) -> bool:
+        is_service = any(process.pid in each.pids for each in self.services)
+        return is_service or self._process_context.is_unrelated(process)
+
+    def _record_spare(self, spare: Spare) -> None:
+        if self.recorder is not None:
+            self.recorder.spare_ready(spare.process.pid, spare.import_s)
+
+
 def start_node(
-    plan: NodePlan, setup: NodeSetup, interrupts: list[signal.Signals] | None = None
+    plan: NodePlan,
+    setup: NodeSetup,
+    interrupts: list[signal.Signals] | None = None,
+    prepared: PreparedLauncher | None = None,
 ) -> tuple[NodeWorkers, RunRecorder]:
-    """Start the workers of a plan with their services and spares; `interrupts` are those of `NodeWorkers`.
+    """Start the workers of a plan with their services and spares.
+
+    Args:
+        plan: Plan of the workers.
+        setup: Their surroundings.
+        interrupts: As for `NodeWorkers`.
+        prepared: Launcher that has begun the imports; None begins them now.
 
     Raises:
         LaunchError: A process could not be started; none is left then.
     """
-
-    def is_unrelated(process: psutil.Process) -> bool:
-        is_service = any(process.pid in each.pids for each in plan.services)
-        return is_service or setup.process_context.is_unrelated(process)
-
-    launcher = LocalLauncher(
-        setup.run_dir.worker_log,
-        setup.console,
-        plan.environ,
-        wrap_command=setup.node_context.wrap_worker_command,
-        open_credentials=setup.open_credentials,
-        process_context=replace(setup.process_context, is_unrelated=is_unrelated),
-    )
-    recorder = RunRecorder(setup.run_dir, plan.group, setup.record)
-    launcher.keep_spares(
-        setup.program,
-        SpareRules(
-            num_spares=setup.num_spares,
-            is_elastic=plan.elastic is not None,
-            is_over=setup.is_over,
-            node_entry=setup.node_context.node_entry,
-            on_ready=lambda spare: recorder.spare_ready(spare.process.pid, spare.import_s),
-            on_give_up=setup.warn,
-        ),
-    )
-    return NodeWorkers(plan, launcher, recorder, interrupts), recorder
+    prepared = prepared or PreparedLauncher(setup, plan.environ, is_elastic=plan.elastic is not None)
+    prepared.services = plan.services
+    recorder = prepared.recorder = RunRecorder(setup.run_dir, plan.group, setup.record)
+    return NodeWorkers(plan, prepared.launcher, recorder, interrupts), recorder

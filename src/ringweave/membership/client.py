@@ -474,13 +474,14 @@ class MembershipClient:
 
     def _wait_until_active(self, client: rpc.RpcClient, patience_s: float) -> bool:
         """Wait until that coordinator is active; False if it is not in time, or the previous one still is."""
-        since_s, membership = self._clock(), self._membership
+        since_s, membership, revision = self._clock(), self._membership, 0
         least_term, part = membership.generation_id[0] if membership else 0, self._join_request.part
         with CoordinatorProbe(
             self._connector, self._coordinator_index + 1, part=part, min_term=least_term, patience_s=patience_s
         ) as previous:
             while self._clock() - since_s < _TAKEOVER_WAIT_S and not previous.is_active:
-                update = client.call(messages.MembershipWatch(revision=0), timeout_s=2 * CALL_TIMEOUT_S).message
+                watch = messages.MembershipWatch(revision=revision)  # it is answered as soon as that one is active
+                update = client.call(watch, timeout_s=2 * CALL_TIMEOUT_S).message
                 assert isinstance(update, messages.WatchUpdate), "the class of the reply"
                 if update.is_active:
                     with self._lock:
@@ -488,9 +489,9 @@ class MembershipClient:
                     return True
                 if membership is None:  # a standby admits no newcomers; it takes over existing members
                     return False
+                revision = update.revision
                 if self._clock() - since_s > _PROBE_PREVIOUS_AFTER_S:
                     previous.start_once()
-                self._stopped.wait(_RETRY_INTERVAL_S)
         return False
 
     @property

@@ -133,11 +133,9 @@ class Coordinator:
             return self._evicted.get(member) or self._eviction(membership_records.REASON_REPLACED)
         membership = self.membership if self.membership and member in self.membership.members else None
         generation_ids = [each.generation_id for each in (membership, self._proposal) if each is not None]
-        return (
-            MemberDirective(generation_id=max(generation_ids), membership=membership, proposal=self._proposal)
-            if generation_ids
-            else MemberDirective()
-        )
+        if not generation_ids:
+            return MemberDirective()
+        return MemberDirective(generation_id=max(generation_ids), membership=membership, proposal=self._proposal)
 
     def join(self, member: str, now_s: float) -> None:
         """Admit a process that wants to become a member. An earlier one of the same slot is gone then."""
@@ -226,9 +224,14 @@ class Coordinator:
         targets, self._probe_targets = self._probe_targets, {}
         return targets
 
-    def note_unreachable(self, member: str, now_s: float) -> None:
-        """Note that nothing listens at the member's address: its node is cut off, or it has ended. It will not come."""
-        self._election.note_unreachable(member)
+    @property
+    def awaited_voters(self) -> set[str]:
+        """Members that have not asked this coordinator since it took over, and may still come."""
+        return set() if self.end_reason or not self.is_active else self._election.awaited_voters(self.present)
+
+    def note_unreachable(self, member: str, now_s: float, *, has_ended: bool) -> None:
+        """Note that nothing listens at the member's address: its node is cut off, or its process `has_ended`."""
+        self._election.note_unreachable(member, has_ended=has_ended)
         self._advance(now_s)
 
     def record_heartbeat(self, member: str, heartbeat: Heartbeat, now_s: float) -> None:
@@ -348,9 +351,8 @@ class Coordinator:
 
     def _grace_s(self, member: str) -> float:
         """Return the grace of a member: that of a busy machine, and more for the last member with the job's state."""
-        return self._scheduling_delay.grace_s + (
-            self._settings.member_wait_s if self._is_last_state_owner(member) else 0.0
-        )
+        owner_s = self._settings.member_wait_s if self._is_last_state_owner(member) else 0.0
+        return self._scheduling_delay.grace_s + owner_s
 
     def _query_recovering_members(self, now_s: float) -> None:
         """Ask recovering members for their status if the last member with the job's state is silent."""
@@ -456,22 +458,21 @@ class Coordinator:
         are excluded a little later than without a change of coordinators: all lost theirs at the same moment, but a
         member that joined lately waits longer for it, since the state that it received then delayed the coordinator's
         answers. The present members are paused meanwhile. An unreachable member gets no extra time, however busy the
-        machines are.
+        machines are; one whose process has ended gets none at all, as where its connection closes.
         """
-        if not self._election.awaits_voters(now_s, self._settings.takeover_wait_s, self._failure_detector.present):
+        present = self._failure_detector.present
+        if self._election.have_rest_ended(present) or not self._election.awaits_voters(
+            now_s, self._settings.takeover_wait_s, present
+        ):
             return self._awaits_state_owner(now_s)
         lost_s, members = self._election.coordinator_lost_s(now_s), self.membership.members if self.membership else ()
         is_broken = lost_s > ANSWER_TIMEOUT.min_s and self._failure_detector.are_at_standstill(members, _STANDSTILL_S)
         if (self._election.take_unsettled() or is_broken) and self._proposal is None:
             self._propose(is_urgent=True)
-        is_hopeless, least_s = (
-            self._election.are_rest_unreachable(self._failure_detector.present),
-            self._settings.heartbeat_timeout.min_s,
-        )
+        is_hopeless, least_s = self._election.are_rest_unreachable(present), self._settings.heartbeat_timeout.min_s
         if not is_hopeless:
-            least_s = max(1.0, self._election.longest_answer_timeout_s / ANSWER_TIMEOUT.min_s) * max(
-                _REMAINING_VOTERS_S, least_s
-            )
+            patience = max(1.0, self._election.longest_answer_timeout_s / ANSWER_TIMEOUT.min_s)
+            least_s = patience * max(_REMAINING_VOTERS_S, least_s)
         is_settled = is_hopeless or self._election.is_settled(now_s)
         is_early = self._proposal is None or lost_s <= least_s + self._scheduling_delay.grace_s or not is_settled
         return is_early or self._awaits_state_owner(now_s)

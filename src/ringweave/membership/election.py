@@ -54,6 +54,7 @@ class Election:
         self._uncounted: list[Rejoin] = []
         self._missing: set[str] = set()
         self._unreachable: set[str] = set()
+        self._ended: set[str] = set()
         self._announced: dict[int, int] = {}
         self._newest_incarnations: dict[int, int] = {}
         self._newcomer_asked_s: dict[int, float] = {}
@@ -180,13 +181,23 @@ class Election:
             _MAX_VOTER_WAIT_S, max(min_wait_s, _VOTE_SPREAD_FACTOR * self._vote_spread_s)
         )
 
-    def note_unreachable(self, member: str) -> None:
-        """Note that nothing answers at its address."""
+    def note_unreachable(self, member: str, *, has_ended: bool) -> None:
+        """Note that nothing answers at its address, or that its process has ended."""
         self._unreachable.add(member)
+        if has_ended:
+            self._ended.add(member)
 
     def are_rest_unreachable(self, present: Collection[str]) -> bool:
         """Return whether all members that have not voted are unreachable, and so will not come."""
         return self.remaining_voters(present) <= self._unreachable
+
+    def awaited_voters(self, present: Collection[str]) -> set[str]:
+        """Return members that have not voted, may still come, and have not ended as far as known."""
+        return self.remaining_voters(present) - self._ended
+
+    def have_rest_ended(self, present: Collection[str]) -> bool:
+        """Return whether the processes of all members that have not voted have ended."""
+        return not self.awaited_voters(present)
 
     def coordinator_lost_s(self, now_s: float) -> float:
         """Return the seconds since any voter heard from an active coordinator."""

@@ -4,7 +4,6 @@ Each part of a job (the whole job, each ring, the startup rendezvous) has a coor
 one does not pause another. All of them run in one process; a member talks to the part that it joined last.
 """
 
-import contextlib
 import errno
 import select
 import socket
@@ -15,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ringweave import rpc
+from ringweave import relayed_address, rpc
 from ringweave.errors import RefusedError, RpcError
 from ringweave.membership import messages
 from ringweave.membership.coordinator import Coordinator
@@ -53,6 +52,8 @@ class CoordinatorListener:
 
 NUM_PROBES, PROBE_INTERVAL_S = 2, 0.05
 """Number of connection attempts, and seconds between them. One SYN may be lost."""
+MAX_PROBE_PAUSE_S = 1.0
+"""Longest pause between two such looks for a member, each of which it records as a refused connection."""
 PROBE_TIMEOUT_S = 0.15
 """Wait after the last attempt. On a network that a job of several nodes can use, an answer takes a tenth of that."""
 _UNREACHABLE_ERRNOS = frozenset(
@@ -60,28 +61,38 @@ _UNREACHABLE_ERRNOS = frozenset(
 )
 
 
-def unreachable_members(addresses: Mapping[str, str]) -> set[str]:
-    """Return the members at whose addresses nothing listens any more, by two connection attempts that send nothing.
+def unreachable_members(addresses: Mapping[str, str]) -> dict[str, bool]:
+    """Return the members at whose addresses nothing listens any more, and whether their processes have ended.
 
-    A member that cannot be probed, for example by a name instead of an address, counts as reachable.
+    Two connection attempts that send nothing show it. A node that refuses lives, and no process has the port. A relay
+    refuses also while it does not reach the host behind it, which proves nothing. A member that cannot be probed, for
+    example by a name instead of an address, counts as reachable.
 
     Args:
         addresses: Member -> `HOST PORT` at which it listens as long as it lives.
     """
-    probes: list[tuple[str, socket.socket]] = []
+    codes: dict[socket.socket, int] = {}
+    probes: dict[str, list[socket.socket]] = {}
     for number in range(NUM_PROBES):
         time.sleep(PROBE_INTERVAL_S if number else 0.0)
-        probes += [
-            (member, sock) for member, address in addresses.items() if (sock := _start_probe(address)) is not None
-        ]
-    answered = _answered_probes([sock for _, sock in probes], PROBE_TIMEOUT_S)
-    for _, sock in probes:
+        for member, address in addresses.items():
+            if (probe := _start_probe(address)) is not None:
+                probes.setdefault(member, []).append(probe[0])
+                codes[probe[0]] = probe[1]
+    answers = _await_answers(codes, PROBE_TIMEOUT_S)
+    for sock in codes:
         sock.close()
-    return {member for member, _ in probes} - {member for member, sock in probes if sock in answered}
+    found: dict[str, bool] = {}
+    for member, socks in probes.items():
+        answered = {answers[sock] for sock in socks if sock in answers}
+        if answered <= _UNREACHABLE_ERRNOS:
+            is_direct = not relayed_address.is_relayed(addresses[member].partition(" ")[0])
+            found[member] = is_direct and errno.ECONNREFUSED in answered
+    return found
 
 
-def _start_probe(address_text: str) -> socket.socket | None:
-    """Begin to connect; None if that cannot be tried."""
+def _start_probe(address_text: str) -> tuple[socket.socket, int] | None:
+    """Begin to connect; return the socket and the error number so far, None if that cannot be tried."""
     host, _, port = address_text.partition(" ")
     if not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 1 << 16):
         return None
@@ -92,15 +103,17 @@ def _start_probe(address_text: str) -> socket.socket | None:
     except (OSError, ValueError):
         return None
     sock.setblocking(False)
-    if sock.connect_ex(address) in {0, errno.EINPROGRESS, *_UNREACHABLE_ERRNOS}:
-        return sock
+    code = sock.connect_ex(address)
+    if code in {0, errno.EINPROGRESS, *_UNREACHABLE_ERRNOS}:
+        return sock, code
     sock.close()
     return None
 
 
-def _answered_probes(probes: list[socket.socket], timeout_s: float) -> set[socket.socket]:
-    """Return the sockets that were answered in time, and not by a refusal."""
-    waiting, answered = {each.fileno(): each for each in probes}, set[socket.socket]()
+def _await_answers(probes: Mapping[socket.socket, int], timeout_s: float) -> dict[socket.socket, int]:
+    """Return the error number of each socket that was answered in time: 0 if it is connected."""
+    answers = {sock: code for sock, code in probes.items() if code != errno.EINPROGRESS}
+    waiting = {sock.fileno(): sock for sock in probes if sock not in answers}
     poll, deadline_s = select.poll(), time.monotonic() + timeout_s
     for number in waiting:
         poll.register(number, select.POLLOUT)
@@ -111,17 +124,8 @@ def _answered_probes(probes: list[socket.socket], timeout_s: float) -> set[socke
         for number, _ in poll.poll(max(0.0, left_s) * 1000):
             poll.unregister(number)
             sock = waiting.pop(number)
-            if _has_connected(sock):
-                answered.add(sock)
-    return answered
-
-
-def _has_connected(sock: socket.socket) -> bool:
-    error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    if error == 0:
-        with contextlib.suppress(OSError):  # there was no route at once
-            return bool(sock.getpeername())
-    return error not in {0, *_UNREACHABLE_ERRNOS}
+            answers[sock] = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    return answers
 
 
 _WORKER_ROLE = "worker"
@@ -140,7 +144,7 @@ class CoordinatorService:
         clock: Callable[[], float] = time.monotonic,
         part: str = WHOLE_JOB,
         listener: CoordinatorListener | None = None,
-        find_unreachable: Callable[[Mapping[str, str]], Collection[str]] = unreachable_members,
+        find_unreachable: Callable[[Mapping[str, str]], Mapping[str, bool]] = unreachable_members,
     ) -> None:
         """Store the arguments.
 
@@ -149,7 +153,8 @@ class CoordinatorService:
             clock: Returns seconds.
             part: Part of the job that the members belong to.
             listener: Receives the decisions.
-            find_unreachable: Returns the unreachable ones of these members, by their addresses.
+            find_unreachable: Returns the unreachable ones of these members, by their addresses; see
+                `unreachable_members`.
         """
         self._find_unreachable = find_unreachable
         self._coordinator, self._clock = coordinator, clock
@@ -268,8 +273,20 @@ class CoordinatorService:
             self._changed.notify_all()
 
     def _probe(self, targets: Mapping[str, str]) -> None:
-        for member in self._find_unreachable(targets):
-            self._apply_event(lambda now_s, member=member: self._coordinator.note_unreachable(member, now_s))
+        """Look for members as long as they are awaited: a killed process listens until the kernel has its memory."""
+        pause_s = PROBE_INTERVAL_S
+        while targets:
+            for member, has_ended in self._find_unreachable(targets).items():
+                self._apply_event(
+                    lambda now_s, member=member, has_ended=has_ended: self._coordinator.note_unreachable(
+                        member, now_s, has_ended=has_ended
+                    )
+                )
+            with self._changed:
+                awaited = self._coordinator.awaited_voters
+                targets = {member: address for member, address in targets.items() if member in awaited}
+            time.sleep(pause_s if targets else 0.0)
+            pause_s = min(MAX_PROBE_PAUSE_S, 2 * pause_s)
 
     def _join(self, call: RpcCall) -> Ack:
         if call.peer.role != _WORKER_ROLE:

@@ -165,8 +165,10 @@ def check_platform_keys(request: JobRequest, platform: str) -> None:
             raise JobError(key, got=got, expected=f"none on {platform}", do=do, where=request.name)
 
 
-def check_log_query(job: Job, which: LogQuery) -> None:
+def check_log_query(job: Job, which: LogQuery, *, num_ranks: int | None = None) -> None:
     """Refuse a log query for a node or rank that the job does not have.
+
+    `num_ranks`: number of ranks that it has had; None: those of the request.
 
     Raises:
         JobError: The job has no such node or rank.
@@ -175,7 +177,8 @@ def check_log_query(job: Job, which: LogQuery) -> None:
     if which.node is not None and which.node not in names:
         do = suggest_closest(which.node, names) or "Leave --node out for all of them"
         raise JobError("node", got=which.node, expected=f"one of {', '.join(names)}", do=do, where="--node")
-    if which.rank is not None and not 0 <= which.rank < job.request.num_workers:
-        expected = f"0 to {job.request.num_workers - 1}"
+    num_ranks = job.request.num_workers if num_ranks is None else num_ranks
+    if which.rank is not None and not 0 <= which.rank < num_ranks:
+        expected = f"0 to {num_ranks - 1}"
         do = "Leave --rank out for all of them"
         raise JobError("rank", got=which.rank, expected=expected, do=do, where="--rank")

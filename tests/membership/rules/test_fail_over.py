@@ -163,7 +163,7 @@ def test_who_cannot_be_reached_is_given_up_as_soon_as_any_silent_member_however_
         assert table.coordinator.take_probe_targets() == {"0.0": "10.0.0.1 4711"}
         assert table.coordinator.take_probe_targets() == {}, "once"
         if is_unreachable:
-            table.coordinator.note_unreachable("0.0", table.now_s)
+            table.coordinator.note_unreachable("0.0", table.now_s, has_ended=False)
         table.report_status(holder("1.0"), holder("2.0"))
         assert table.coordinator.membership == membership
         table.pass_time(0.3)
@@ -171,9 +171,19 @@ def test_who_cannot_be_reached_is_given_up_as_soon_as_any_silent_member_however_
         assert (table.coordinator.membership.members == ("1.0", "2.0")) == is_unreachable
 
 
-def test_who_could_not_be_reached_and_asks_is_there() -> None:
+def test_whose_process_has_ended_is_given_up_at_once_however_busy_the_machine_is() -> None:
+    table, membership = taken_over(lost_s=0.1, no_progress_s=0.05, patience_s=1.6, is_settled=False)
+    table.report_status(holder("1.0"), holder("2.0"))
+    assert table.coordinator.membership == membership
+    table.coordinator.note_unreachable("0.0", table.now_s, has_ended=True)
+    assert table.coordinator.membership is not None
+    assert table.coordinator.membership.members == ("1.0", "2.0")
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_who_could_not_be_reached_and_asks_is_there(*, has_ended: bool) -> None:
     table, membership = taken_over(lost_s=0.5, no_progress_s=0.7, is_settled=False)
-    table.coordinator.note_unreachable("0.0", table.now_s)
+    table.coordinator.note_unreachable("0.0", table.now_s, has_ended=has_ended)
     rejoining = Rejoin(status=holder("0.0"), membership=membership, promised=membership.generation_id)
     table.coordinator.rejoin(rejoining, table.now_s)
     table.pass_time(1.0, "0.0", "1.0", "2.0")
@@ -220,7 +230,7 @@ def test_who_comes_far_apart_is_waited_for_longer_though_training_stands_still_u
             )
             table.coordinator.rejoin(rejoining, table.now_s)
         if is_unreachable:
-            table.coordinator.note_unreachable("0.0", table.now_s)
+            table.coordinator.note_unreachable("0.0", table.now_s, has_ended=False)
         table.report_status(holder("1.0"), holder("2.0"), holder("3.0"))
         table.pass_time(0.9)
         assert (table.coordinator.membership == membership) == (not is_unreachable)

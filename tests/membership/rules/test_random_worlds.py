@@ -150,11 +150,12 @@ class RandomWorld(RuleBasedStateMachine):
                         world.rejoin(member)
                 return
 
-    @rule(data=st.data(), index=st.integers(0, 1))
-    def fail_to_reach(self, data: st.DataObject, index: int) -> None:
+    @rule(data=st.data(), index=st.integers(0, 1), has_ended=st.booleans())
+    def fail_to_reach(self, data: st.DataObject, index: int, *, has_ended: bool) -> None:
         """A coordinator that has taken over looks for a member where it listens, rightly or wrongly in vain."""
         if not self.world.is_down[index]:
-            self.world.coordinators[index].note_unreachable(self._member(data).name, self.world.now_s)
+            name, now_s = self._member(data).name, self.world.now_s
+            self.world.coordinators[index].note_unreachable(name, now_s, has_ended=has_ended)
             self.world.note_decrees()
 
     @rule(more=st.integers(1, 3))

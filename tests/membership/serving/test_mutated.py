@@ -58,7 +58,7 @@ class Served:
     def __init__(self, *, is_standby: bool) -> None:
         settings = MembershipSettings(bounds=MemberBounds(min_members=1, max_members=4), expected=2)
         coordinator = Coordinator(settings, now_s=0.0, index=int(is_standby), is_standby=is_standby)
-        self._service = CoordinatorService(coordinator, clock=lambda: 0.0, find_unreachable=lambda places: ())
+        self._service = CoordinatorService(coordinator, clock=lambda: 0.0, find_unreachable=lambda places: {})
         self._handlers = {each.message.kind: each for each in self._service.handlers()}
         self.crashes: list[Exception] = []
         if not is_standby:

@@ -48,30 +48,38 @@ def test_whoever_has_ended_or_whose_node_answers_nothing_is_unreachable(
     stuck: str, listening: str, refusing: str
 ) -> None:
     places = {"0.0": stuck, "1.0": listening, "2.0": refusing, "3.0": stuck}
-    assert service.unreachable_members(places) == {"0.0", "2.0", "3.0"}
+    assert service.unreachable_members(places) == {"0.0": False, "2.0": True, "3.0": False}
 
 
 def test_whoever_cannot_be_asked_may_be_there(stuck: str) -> None:
     places = {"0.0": "no-address 4711", "1.0": "127.0.0.1 99999", "2.0": "127.0.0.1 x", "3.0": "", "4.0": stuck}
-    assert service.unreachable_members(places) == {"4.0"}
+    assert service.unreachable_members(places) == {"4.0": False}
 
 
 def test_nobody_is_asked_for() -> None:
-    assert service.unreachable_members({}) == set()
+    assert service.unreachable_members({}) == {}
+
+
+def test_a_relay_that_refuses_proves_no_end() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.64.0.9", 0))
+        relayed = "{} {}".format(*bound.getsockname())
+    assert service.unreachable_members({"0.0": relayed}) == {"0.0": False}
 
 
 @pytest.mark.parametrize(
-    ("error", "is_unreachable"), [(errno.ENETUNREACH, True), (errno.ECONNREFUSED, True), (errno.EADDRNOTAVAIL, False)]
+    ("error", "expected"),
+    [(errno.ENETUNREACH, {"0.0": False}), (errno.ECONNREFUSED, {"0.0": True}), (errno.EADDRNOTAVAIL, {})],
 )
 def test_that_there_is_no_way_may_be_known_at_once(
-    monkeypatch: pytest.MonkeyPatch, listening: str, error: int, is_unreachable: bool
+    monkeypatch: pytest.MonkeyPatch, listening: str, error: int, expected: dict[str, bool]
 ) -> None:
     monkeypatch.setattr(socket.socket, "connect_ex", lambda *_: error)
-    assert (service.unreachable_members({"0.0": listening}) == {"0.0"}) == is_unreachable
+    assert service.unreachable_members({"0.0": listening}) == expected
 
 
 def test_who_answers_the_second_time_is_there(monkeypatch: pytest.MonkeyPatch, listening: str, stuck: str) -> None:
     places = iter([stuck, listening])
     ask = service._start_probe
     monkeypatch.setattr(service, "_start_probe", lambda _: ask(next(places)))
-    assert service.unreachable_members({"0.0": stuck}) == set()
+    assert service.unreachable_members({"0.0": stuck}) == {}

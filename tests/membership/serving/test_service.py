@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -124,10 +124,10 @@ def test_a_coordinator_that_takes_over_looks_for_who_has_not_come_and_gives_up_w
     membership, now_s = Membership(generation_id=(1, 1), statuses=statuses), [10.0]
     sought, can_answer = list[Mapping[str, str]](), threading.Event()
 
-    def seek(places: Mapping[str, str]) -> Collection[str]:
+    def seek(places: Mapping[str, str]) -> Mapping[str, bool]:
         sought.append(places)
         can_answer.wait()
-        return [] if is_found else places
+        return {} if is_found else dict.fromkeys(places, False)
 
     wanted = MembershipSettings(bounds=MemberBounds(min_members=1, max_members=4), expected=3)
     coordinator = Coordinator(wanted, now_s=now_s[0], index=1, is_standby=True)
@@ -150,12 +150,14 @@ def test_a_coordinator_that_takes_over_looks_for_who_has_not_come_and_gives_up_w
     now_s[0] += 0.05
     can_answer.set()
     if is_found:
-        wait_until(lambda: bool(sought) and not any(each.name == "ringweave seeking" for each in threading.enumerate()))
+        wait_until(lambda: len(sought) > 3, "it looks again as long as somebody is awaited")
+        assert coordinator.membership == membership
+        say("2.0", Join(rejoining=Rejoin(status=statuses[2], membership=membership, lost_s=1.0)))
     else:
         wait_until(lambda: coordinator.membership is not None and coordinator.membership.members == ("0.0", "1.0"))
-    assert sought == [{"2.0": "10.0.0.2 4711"}]
-    assert coordinator.membership is not None
-    assert coordinator.membership.members == ("0.0", "1.0", "2.0")[: 3 if is_found else 2]
+    wait_until(lambda: not any(each.name == "ringweave seeking" for each in threading.enumerate()))
+    assert all(each == {"2.0": "10.0.0.2 4711"} for each in sought)
+    assert ("2.0" in coordinator.present) == is_found
 
 
 def test_of_a_slot_with_many_deaths_the_newest_members_are_remembered() -> None:

@@ -1,6 +1,5 @@
 """The coordinators of an elastic job: who has them, credentials for every life, who takes a lost one's place."""
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ringweave import rpc
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.services import COORDINATOR_LINGER_S, CoordinatorProcesses, JobServer
@@ -25,7 +23,6 @@ from ringweave.platforms.agent.job_config import JobConfig, NodeConfig, Rendezvo
 from ringweave.platforms.agent.node_round import RoundServices
 from ringweave.platforms.local.file_channel import FileAgentChannel
 from ringweave.platforms.local.job_folder import JobFolder
-from ringweave.rpc import RpcLimits
 
 NODES = tuple(NodeConfig(index=index, name=name, workers=2) for index, name in enumerate("abc"))
 CONFIG = JobConfig(job="job", device="cpu", mode="auto", nodes=NODES, script="s.py", min_workers=3)
@@ -76,14 +73,6 @@ def test_the_first_two_nodes_have_one_each(desks: dict[str, RoundServices]) -> N
     found = opening(desks)
     assert [meeting.host for meeting in found.coordinators] == ["127.0.0.1"] * 2
     assert desks["c"].prepare_round(DesiredState(round=1)) == {}
-
-
-def test_the_credentials_of_a_round_fit_into_a_message_between_hosts(tmp_path: Path) -> None:
-    one = rpc.CertificateAuthority("j" * 60).issue("coordinator", "1").to_text()
-    most, json_bytes = channel(tmp_path), len(json.dumps({"coordinator-1.63.json": one}))
-    for num_workers in range(1, 57):  # beside two coordinators and two parameter servers
-        num_credentials = (num_workers + 4) * most.num_incarnations(num_workers)
-        assert num_credentials * json_bytes < RpcLimits().max_body_bytes
 
 
 def test_there_are_credentials_for_every_life_each_of_use_once(desks: dict[str, RoundServices], tmp_path) -> None:

@@ -3,22 +3,27 @@
 import contextlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from ringweave.errors import JobError, NotLeaderError
+from ringweave.errors import JobError, MessageError, NotLeaderError
 from ringweave.jobs import admission
 from ringweave.jobs.admission import PermissionCache
 from ringweave.jobs.records import GroupPhase, ObservedGroup
 from ringweave.jobs.request import ElasticRequest, JobRequest, NodeRequest
+from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.scale_requests import WantedWorkers
+from ringweave.launcher.workers import HostPort
 from ringweave.membership.settings import MemberBounds
-from ringweave.platforms.hosts import controller
+from ringweave.platforms.agent import job_config
+from ringweave.platforms.agent.job_config import RendezvousResult
+from ringweave.platforms.hosts import controller, messages
 from ringweave.platforms.hosts.controller import HostView
 from ringweave.platforms.hosts.messages import HostReport
-from ringweave.platforms.hosts.run_entry import ENTRY_JSON, HostEndpoint, RunEntry
+from ringweave.platforms.hosts.run_entry import ENTRY_JSON, HostEndpoint, RunEntry, ScaleRecord
 from ringweave.platforms.submission import JobOrigin
 from tests.launcher.small_training import SUM, epoch, prepared
 from tests.platforms.hosts.conftest import FakeHosts
@@ -72,19 +77,32 @@ def finish(hosts: FakeHosts, last: Path) -> None:
     last.with_suffix(".new").rename(last)
 
 
+def check_simultaneous_requests(hosts: FakeHosts) -> None:
+    """Ask for four and five workers at the same moment: one answer follows from the start, and one from the other."""
+    commands = {str(workers): hosts.start("scale", "train", "--workers", str(workers)) for workers in (4, 5)}
+    said = {workers: command.communicate(timeout=120) for workers, command in commands.items()}
+    before = {workers: re.findall(r" requested, (\d) before", out) for workers, (out, _) in said.items()}
+    assert before in ({"4": ["3"], "5": ["4"]}, {"5": ["3"], "4": ["5"]}), said
+
+
 @pytest.mark.slow
 def test_workers_start_and_leave_on_all_hosts_and_the_number_outlives_the_leader(hosts: FakeHosts) -> None:
+    """It may grow to so many that their credentials do not fit into a message without buffers."""
     last = hosts.root / "last"
     folder = hosts.write_script(SCRIPT.format(last=str(last)))
-    words = ("--hosts", "a,b,c", "--elastic", "1:5", "--name", "train", "--run-dir", "out")
+    words = ("--hosts", "a,b,c", "--elastic", "1:100", "--name", "train", "--run-dir", "out")
     command = hosts.start("run", *words, "train.py")
     hosts.wait(lambda: ranks(hosts) == [0, 1, 2], "three workers train")
-    assert scale(hosts, 5) == "5 workers requested, 3 before; started: rank 3, 4\n"
+    check_simultaneous_requests(hosts)
+    scale(hosts, 5)
     hosts.wait(lambda: ranks(hosts) == [0, 1, 2, 3, 4], "five workers train")
     started = {each["rank"]: each["node"] for each in events_of(hosts) if each["kind"] == "worker_started"}
     assert started == {0: "a", 1: "b", 2: "c", 3: "a", 4: "b"}
-    text = "--workers: {}, expected 1 to 5 (--elastic 1:5). Ask for a number within the limits of the run."
-    assert refusal(hosts, 6) == f"ringweave: error: {text.format(6)}\n"
+    shown = re.findall(r"^([abc]) +(\d) of ", hosts.ask("status", "train").stdout, re.MULTILINE)
+    assert shown == [("a", "2"), ("b", "2"), ("c", "1")]
+    assert "epoch" in hosts.ask("logs", "train", "--rank", "4").stdout
+    text = "--workers: {}, expected 1 to 100 (--elastic 1:100). Ask for a number within the limits of the run."
+    assert refusal(hosts, 101) == f"ringweave: error: {text.format(101)}\n"
     assert refusal(hosts, 0, host="b") == f"ringweave: error: {text.format(0)}\n"
     left = scale(hosts, 1, host="c")
     assert left == "1 workers requested, 5 before; leaving after the train step: rank 1, 2, 3, 4\n"
@@ -104,7 +122,9 @@ def test_workers_start_and_leave_on_all_hosts_and_the_number_outlives_the_leader
     assert set(sums) == {"[0]", "[1]"}
     assert {"[2]", "[3]", "[4]"} <= {line.split()[0] for line in output.splitlines()}
     assert len(set(sums.values())) == 1
-    assert json.loads((folder / "out" / "run.json").read_text())["outcome"] == "done"
+    record = json.loads((folder / "out" / "run.json").read_text())
+    assert (record["outcome"], record["world_size"]) == ("done", 2)
+    assert [each["workers"] for each in record["cluster"]["nodes"]] == [[0], [1], []]
     wait_nothing_left(hosts)
 
 
@@ -184,10 +204,12 @@ def test_later_ranks_are_spread_and_each_request_has_a_number() -> None:
     config = entry.origin.config(entry.job)
     assert [config.slots_of_node(node) for node in range(3)] == [[0, 3], [1, 4], [2]]
     assert config.credential_holders(0) == {"worker-0", "worker-3", "coordinator-0"}
-    once = controller.scale_run(entry, TRAINING, 5, 2.0)
-    again = controller.scale_run(once, TRAINING, 2, 3.0)
-    assert again.wanted == WantedWorkers(workers=2, number=2)
-    assert [again.num_wanted_on(host) for host in range(3)] == [1, 1, 0]
+    once = controller.scale_run(entry, TRAINING, 5, 2.0, "first")
+    assert controller.scale_run(once, TRAINING, 5, 2.5, "first") is once, "sent again after a lost answer"
+    again = controller.scale_run(once, TRAINING, 2, 3.0, "second")
+    wanted = WantedWorkers(workers=2, number=2)
+    assert again.scaled == ScaleRecord(wanted=wanted, before=5, most=5, request_id="second")
+    assert [again.wanted_ranks(node) for node in range(3)] == [[0], [1], []]
     texts = [event.text for event in again.events]
     assert texts[0] == "5 workers requested, 3 before; started: rank 3, 4"
     assert texts[1] == "2 workers requested, 5 before; leaving after the train step: rank 2, 3, 4"
@@ -200,6 +222,12 @@ def test_later_ranks_are_spread_and_each_request_has_a_number() -> None:
         (entry_of(), TRAINING, 6, "--workers: 6, expected 1 to 5 (--elastic 1:5). "),
         (entry_of(slots=(2, 1, 1)), TRAINING, 5, "--workers: 5, expected 1 to 4 (the places on its hosts). "),
         (entry_of("ps-hra", (1, 1, 1)), TRAINING, 4, "expected 1 to 3 (the number of workers in its rings). "),
+        (
+            replace(entry_of(slots=(500, 250, 250)), bounds=MemberBounds(min_members=1, max_members=2000)),
+            TRAINING,
+            1001,
+            "expected 1 to 1000 (the workers for which certificates were issued at its start). ",
+        ),
     ],
 )
 def test_an_impossible_number_is_refused(entry: RunEntry, views: list[HostView], workers: int, text: str) -> None:
@@ -233,3 +261,31 @@ def test_a_host_without_workers_has_succeeded_once_no_other_trains(
     assert found[2].phase is phase
     assert found[2].ended_s == (7.0 if phase is GroupPhase.SUCCEEDED else None)
     assert controller.observe_hosts(entry_of(), views).groups[2].phase is GroupPhase.RUNNING
+
+
+def test_credentials_of_a_thousand_workers_travel_in_one_buffer() -> None:
+    files = {f"worker-{rank}.{number}.json": "x" * 1760 for rank in range(1000) for number in range(8)}
+    (packed,) = messages.pack_secrets(files)
+    assert messages.unpack_secrets([memoryview(packed)]) == files
+    assert messages.pack_secrets({}) == []
+    assert messages.unpack_secrets([]) == {}
+
+
+@pytest.mark.parametrize("buffer", [b"", b"[]", b'{"worker-0.0.json": 5}', b"\xff"])
+def test_other_bytes_are_no_credentials(buffer: bytes) -> None:
+    expected = r"^credentials of a round: 'something else', expected a JSON object of texts\. Look at the host"
+    with pytest.raises(MessageError, match=expected):
+        messages.unpack_secrets([buffer])
+
+
+def test_a_later_worker_shares_the_processors_of_the_hosts_with_all() -> None:
+    entry = entry_of(slots=(400, 300, 300))
+    config = entry.origin.config(entry.job)
+    addresses = {name: f"10.0.0.{number}" for number, name in enumerate("abc")}
+    rendezvous = RendezvousResult(round=1, master_address=HostPort(host="10.0.0.0", port=1), addresses=addresses)
+    program = job_config.worker_program(config)
+    group = job_config.node_worker_group(
+        config, 0, rendezvous, run_dir=RunDir(root=Path("/run")), program=program, cpus=8
+    )
+    threads = {each.global_rank: each.environ["OMP_NUM_THREADS"] for each in group.workers}
+    assert (threads[0], threads[3]) == ("8", "6"), "24 processors for four workers"

@@ -30,7 +30,14 @@ from ringweave.launcher.output import OutputConsole, OutputStream, write_notice
 from ringweave.launcher.processes import ProcessContext
 from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.scale_requests import NodeRequests
-from ringweave.launcher.supervise import ElasticRules, NodePlan, NodeSetup, start_node, with_member
+from ringweave.launcher.supervise import (
+    ElasticRules,
+    NodePlan,
+    NodeSetup,
+    PreparedLauncher,
+    start_node,
+    with_member,
+)
 from ringweave.launcher.workers import WorkerGroup, WorkerProgram, WorkerSpec
 from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.agent_channel import (
@@ -269,7 +276,10 @@ def run_agent(assignment: AgentAssignment, channel: AgentChannel, environ: Mappi
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, leave)
-    return agent.serve_until_done()
+    try:
+        return agent.serve_until_done()
+    finally:
+        starter.close()
 
 
 class _RoundStarter:
@@ -290,6 +300,17 @@ class _RoundStarter:
         self._node = assignment.config.node(assignment.node).name
         self._services = RoundServices(assignment.config, self._node, assignment.node_context, channel, assignment.host)
         self._program = job_config.worker_program(self._config)
+        self._credentials: dict[int, Credentials] = {}
+        """Those of the round's workers, by global rank."""
+        self._prepared: PreparedLauncher | None = None
+        """Launcher of a round that has not begun."""
+
+    def close(self) -> None:
+        """End what was prepared for a round that has not begun."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            with prepared.launcher:
+                pass
 
     def prepare_round(self, desired: DesiredState) -> EndpointOffer:
         """Prepare the round's files and services on this node; return the addresses that it offers."""
@@ -299,7 +320,28 @@ class _RoundStarter:
         self._program = job_config.write_worker_program(self._config, self._assignment.home)
         self._write_cluster_file(run_dir, {})
         master_address = self._assignment.node_context.pick_address(self._node)
+        self._begin_imports(RendezvousResult(round=desired.round, master_address=master_address), run_dir)
         return EndpointOffer(master_address=master_address, **self._services.prepare_round(desired, self._stop_reason))
+
+    def _begin_imports(self, rendezvous: RendezvousResult, run_dir: RunDir) -> None:
+        """Import what the workers need while the other nodes get ready; `rendezvous` is not the round's yet."""
+        self.close()
+        self._credentials = {}
+        is_elastic = self._config.min_workers is not None
+        prepared = PreparedLauncher(self._setup(run_dir, {}), self._environ, is_elastic=is_elastic)
+        prepared.launcher.begin_imports(self._worker_group(rendezvous, run_dir))
+        self._prepared = prepared
+
+    def _worker_group(self, rendezvous: RendezvousResult, run_dir: RunDir) -> WorkerGroup:
+        return job_config.node_worker_group(
+            self._config,
+            self._assignment.node,
+            rendezvous,
+            run_dir=run_dir,
+            program=self._program,
+            cpus=max(1, len(os.sched_getaffinity(0)) // self._assignment.cpus_shared_by),
+            node_environ=self._node_environ,
+        )
 
     def _node_environ(self, node: str, local_rank: int) -> dict[str, str]:
         """Return further variables of a worker; what the environment says of probing counts."""
@@ -307,30 +349,22 @@ class _RoundStarter:
         return {**self._assignment.node_context.node_environ(node, local_rank), **said}
 
     def start_workers(self, rendezvous: RendezvousResult) -> NodeRound:
-        assignment = self._assignment
-        run_dir = round_run_dir(assignment.home, rendezvous.round)
+        run_dir = round_run_dir(self._assignment.home, rendezvous.round)
         if rendezvous.addresses:
             self._write_cluster_file(run_dir, rendezvous.addresses)
-        group = job_config.node_worker_group(
-            self._config,
-            assignment.node,
-            rendezvous,
-            run_dir=run_dir,
-            program=self._program,
-            cpus=max(1, len(os.sched_getaffinity(0)) // assignment.cpus_shared_by),
-            node_environ=self._node_environ,
-        )
+        group = self._worker_group(rendezvous, run_dir)
         slots, is_elastic = group, self._config.min_workers is not None
         wanted = wanted_workers(self._config, self._channel.desired_state())
         requests = NodeRequests([each.global_rank for each in slots.workers], wanted) if is_elastic else None
         if requests is not None:
             group = replace(slots, workers=slots.workers[: requests.workers])
-        credentials = self._take_credentials(rendezvous, group)
+        credentials = self._credentials
+        credentials.update(self._take_credentials(rendezvous, group))
         if is_elastic:
             named = [with_member(each, credentials[each.global_rank].identity.name) for each in group.workers]
             group = replace(group, workers=tuple(named))
         names = [each.identity.name for each in credentials.values()]
-        setup = self._setup(rendezvous, run_dir, credentials)
+        setup = self._setup(run_dir, self._versions | _round_record(self._assignment, rendezvous, self._program))
         plan = NodePlan(
             group=group,
             environ=self._environ,
@@ -338,18 +372,17 @@ class _RoundStarter:
             elastic=self._elastic_rules(rendezvous, setup, slots, credentials, requests) if is_elastic else None,
             is_node_of_job=True,
         )
-        workers, recorder = start_node(plan, setup)
+        prepared, self._prepared = self._prepared, None
+        workers, recorder = start_node(plan, setup, prepared=prepared)
         return NodeRound(workers, recorder, ProgressReader(run_dir.events), requests)
 
-    def _setup(
-        self, rendezvous: RendezvousResult, run_dir: RunDir, credentials: Mapping[int, Credentials]
-    ) -> NodeSetup:
-        assignment = self._assignment
+    def _setup(self, run_dir: RunDir, record: Mapping[str, Any]) -> NodeSetup:
+        assignment, credentials = self._assignment, self._credentials
         outputs: dict[OutputStream, BinaryIO] = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
         return NodeSetup(
             program=self._program,
             run_dir=run_dir,
-            record=self._versions | _round_record(assignment, rendezvous, self._program),
+            record=record,
             node_context=assignment.node_context,
             console=OutputConsole(outputs if assignment.echoes_output else {}, self._environ),
             open_credentials=lambda worker: _open_credentials(credentials, worker),

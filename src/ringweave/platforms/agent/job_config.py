@@ -358,7 +358,7 @@ def node_worker_group(
         node_environ=node_environ,
         order=options.order,
     )
-    group = with_later_workers(group, cluster.nodes, num_cpus=cpus * config.num_slots)
+    group = with_later_workers(group, cluster.nodes, num_cpus=cpus * config.world_size)
     name = config.node(index).name
     return replace(group, workers=tuple(worker for worker in group.workers if worker.node == name))
 

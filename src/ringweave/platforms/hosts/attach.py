@@ -337,9 +337,9 @@ def record_end(follower: RunFollower, entry: RunEntry, result: RunResult, summar
         "cluster": {
             "name": entry.name,
             "path": None,
-            "nodes": [{"name": job.node_name(node), "workers": job.ranks_of_node(node)} for node in job.used_nodes],
+            "nodes": [{"name": job.node_name(node), "workers": entry.wanted_ranks(node)} for node in job.used_nodes],
         },
-        "world_size": job.request.num_workers,
+        "world_size": entry.num_wanted,
         **job.request.worker_options.to_record(),
         "mode": job.request.mode,
         "elastic": str(job.request.elastic.min) if job.request.elastic else None,

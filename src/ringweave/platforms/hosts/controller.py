@@ -25,7 +25,7 @@ from ringweave.platforms.agent.agent_channel import AgentStatus
 from ringweave.platforms.agent.job_config import JobConfig, RendezvousResult
 from ringweave.platforms.hosts.messages import HostAction, HostReport
 from ringweave.platforms.hosts.quorum_election import no_leader_error
-from ringweave.platforms.hosts.run_entry import RunEntry, RunEvent
+from ringweave.platforms.hosts.run_entry import RunEntry, RunEvent, ScaleRecord
 
 HOST_LOST_S = 10.0
 """Silence after which the worker group of a host counts as lost. A host service that was killed is back earlier. An
@@ -33,6 +33,9 @@ elastic run does not wait for this: its members exclude lost ones by themselves.
 VOTER_LOST_S = 12.0
 """Silence after which a host does not count for the quorum any more, until it answers again."""
 ACTION_RETRY_S = 0.5
+MAX_GROWN_WORKERS = 1000
+"""Number of workers up to which an elastic run may grow: each gets eight certificates before the run begins, since
+nobody can issue any later; and a coordinator takes 1024 connections."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +68,8 @@ class HostActions(Protocol):
         """
         ...
 
-    def act_on_host(self, host: int, action: HostAction) -> None:
-        """Let a host apply an action.
+    def act_on_host(self, host: int, action: HostAction, secrets: Mapping[str, str]) -> None:
+        """Let a host apply an action; `secrets` are the credentials of its processes, for a released barrier.
 
         Raises:
             RpcError: The host does not answer, or the action failed there.
@@ -134,9 +137,9 @@ class RunController:
                 raise AssertionError(f"unknown action {action}")
         return True
 
-    def _act(self, host: int, name: str, fields: Mapping[str, int] | None = None, **words: object) -> None:
-        action = HostAction(term=self._term, leader=self._index, name=name, fields=dict(fields or {}), **words)  # type: ignore[arg-type]
-        self._actions.act_on_host(host, action)
+    def _act(self, host: int, name: str, fields: Mapping[str, int] | None = None) -> None:
+        action = HostAction(term=self._term, leader=self._index, name=name, fields=dict(fields or {}))
+        self._actions.act_on_host(host, action, {})
 
     def _release_barrier(self, round_: int, views: Sequence[HostView]) -> None:
         """Publish the rendezvous result of a round on all hosts, each with the credentials of its own processes."""
@@ -200,7 +203,9 @@ class RunController:
         own: dict[str, str] = {}
         for node in (used[host], *(late if is_issuer else ())):
             own |= select_secrets(config, node, secrets)
-        self._act(host, "ReleaseBarrier", rendezvous=agent_channel.RENDEZVOUS_JSON.dump(rendezvous), secrets=own)
+        text = agent_channel.RENDEZVOUS_JSON.dump(rendezvous)
+        action = HostAction(term=self._term, leader=self._index, name="ReleaseBarrier", rendezvous=text)
+        self._actions.act_on_host(host, action, own)
 
 
 def observe_hosts(entry: RunEntry, views: Sequence[HostView]) -> ObservedJobState:
@@ -229,20 +234,26 @@ def observe_hosts(entry: RunEntry, views: Sequence[HostView]) -> ObservedJobStat
     )
 
 
-def scale_run(entry: RunEntry, views: Sequence[HostView], workers: int, now: float) -> RunEntry:
-    """Return the entry with another number of workers that the run shall have.
+def scale_run(entry: RunEntry, views: Sequence[HostView], workers: int, now: float, request_id: str = "") -> RunEntry:
+    """Return the entry with another number of workers that the run shall have; of its last request, as it is.
+
+    `request_id`: id of the request, which may be sent again after a lost answer.
 
     Raises:
         JobError: The run is not elastic, cannot have so many, or does not train.
         NotLeaderError: The leader is new, and has not heard from all hosts yet.
     """
-    job, bounds = entry.job, entry.bounds
+    job, bounds, last = entry.job, entry.bounds, entry.scaled
+    if last is not None and request_id and last.request_id == request_id:
+        return entry
     if job.request.elastic is None or bounds is None:
         do = "Start it again with ringweave run --elastic"
         raise JobError("run", got=entry.name, expected="a run with --elastic MIN:MAX", do=do)
+    num_slots = entry.origin.config(job).num_slots
     has_rings = job.request.mode in ELASTIC_SERVER_MODES
     why = "the number of workers in its rings" if has_rings else "the places on its hosts"
-    num_slots = entry.origin.config(job).num_slots
+    if num_slots >= MAX_GROWN_WORKERS:
+        why = "the workers for which certificates were issued at its start"
     if refusal := ScaleLimits(bounds=bounds, num_slots=num_slots, reason=why).refusal(workers):
         raise JobError(refusal)
     if job.record.outcome is not None or job.record.deleting or job.desired != DesiredJobState():
@@ -254,11 +265,16 @@ def scale_run(entry: RunEntry, views: Sequence[HostView], workers: int, now: flo
     if max(known, default=(0, 0)) == (0, 0):
         do = "Wait for the event generation_begun; scripts without prepare keep their workers"
         raise JobError("run", got="no member yet", expected="workers that have called ringweave.prepare", do=do)
-    number = 1 if entry.wanted is None else entry.wanted.number + 1
-    text = scale_requests.describe_answer(scale_answer(entry.num_wanted, workers))
+    number, before = 1 if last is None else last.wanted.number + 1, entry.num_wanted
+    text = scale_requests.describe_answer(scale_answer(before, workers))
     event = RunEvent(key=f"scaled/{number}", time_s=now, kind="Scaled", text=text)
-    wanted = WantedWorkers(workers=workers, number=number)
-    return replace(entry, wanted=wanted, events=(*entry.events, event)[-records.MAX_EVENTS :])
+    scaled = ScaleRecord(
+        wanted=WantedWorkers(workers=workers, number=number),
+        before=before,
+        most=max(workers, entry.most_wanted),
+        request_id=request_id,
+    )
+    return replace(entry, scaled=scaled, events=(*entry.events, event)[-records.MAX_EVENTS :])
 
 
 def scale_answer(before: int, workers: int) -> ScaleAnswer:
@@ -269,10 +285,10 @@ def scale_answer(before: int, workers: int) -> ScaleAnswer:
 
 def _with_idle_ended(entry: RunEntry, groups: Sequence[ObservedGroup]) -> list[ObservedGroup]:
     """Let groups that shall have no workers have succeeded once all others have: nothing else tells them the end."""
-    if entry.wanted is None:
+    if entry.scaled is None:
         return list(groups)
     running = [group for group in groups if group.phase is GroupPhase.RUNNING and not group.members]
-    idle = [group for group in running if not entry.num_wanted_on(entry.host_of_node(group.node))]
+    idle = [group for group in running if not entry.wanted_ranks(group.node)]
     others = [each for each in groups if each not in idle and each.round == entry.job.record.round]
     phases = {each.phase for each in others}
     if GroupPhase.SUCCEEDED not in phases or GroupPhase.RUNNING in phases:

@@ -84,17 +84,17 @@ class HostJobRuntime:
             statuses=tuple(statuses),
         )
 
-    def apply(self, action: messages.HostAction) -> None:
-        """Apply an action of the leader.
+    def apply(self, action: messages.HostAction, secrets: Mapping[str, str]) -> None:
+        """Apply an action of the leader; `secrets` are the credentials of this host's processes that came with it.
 
         Raises:
             LaunchError: The action is not known here.
             OSError: Files cannot be written.
         """
         with self._lock:
-            self._apply(action)
+            self._apply(action, secrets)
 
-    def _apply(self, action: messages.HostAction) -> None:
+    def _apply(self, action: messages.HostAction, secrets: Mapping[str, str]) -> None:
         if action.name in _GROUP_ACTIONS:
             self._inner.apply(_GROUP_ACTIONS[action.name](**action.fields))
         elif action.name == "CreateConfig":
@@ -102,7 +102,7 @@ class HostJobRuntime:
         elif action.name == "DeleteConfig":
             self._inner.apply(records.DeleteConfig())
         elif action.name == "ReleaseBarrier":
-            self._release_barrier(action)
+            self._release_barrier(action, secrets)
         else:
             raise LaunchError(f"action {action.name}: unknown, expected one of this version. Update this host.")
 
@@ -121,11 +121,11 @@ class HostJobRuntime:
         folder = self._secrets(round_)
         return {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.json"))}
 
-    def _release_barrier(self, action: messages.HostAction) -> None:
+    def _release_barrier(self, action: messages.HostAction, secrets: Mapping[str, str]) -> None:
         """Keep the credentials of this host's own processes, then publish the rendezvous result."""
         rendezvous = agent_channel.RENDEZVOUS_JSON.parse(action.rendezvous)
-        if action.secrets:
-            self._save_secrets(rendezvous.round, action.secrets)
+        if secrets:
+            self._save_secrets(rendezvous.round, secrets)
         file_io.replace_text(self._folder.job.rendezvous, action.rendezvous, is_durable=True)
         for group in self._folder.job.groups():
             job_folder.notify(group.wakeup)

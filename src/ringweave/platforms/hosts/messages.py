@@ -1,9 +1,13 @@
 """RPC messages between the host services of a run, and from commands to them."""
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
 import pydantic
+from typing_extensions import Buffer
 
+from ringweave.errors import MessageError
+from ringweave.files import file_io
 from ringweave.files.rotation import CURSOR_PATTERN
 from ringweave.jobs.records import ObservedGroup
 from ringweave.platforms.agent.agent_channel import AgentStatus
@@ -85,7 +89,10 @@ class VoteRequest(RpcMessage):
 
 
 class HostAction(RpcMessage):
-    """Asks a host to apply an action of `reconcile` to its worker groups."""
+    """Asks a host to apply an action of `reconcile` to its worker groups.
+
+    A released barrier brings the credentials of this host's processes in one buffer, see `pack_secrets`.
+    """
 
     kind: ClassVar[str] = "hosts.action"
     reply: ClassVar[type[RpcMessage]] = HostAnswer
@@ -97,16 +104,42 @@ class HostAction(RpcMessage):
     fields: dict[str, int] = pydantic.Field(default_factory=dict)
     rendezvous: str = ""
     """JSON of the rendezvous result, for a released barrier."""
-    secrets: dict[str, str] = pydantic.Field(default_factory=dict, repr=False)
-    """Name of a file in the round's folder of secrets -> its content: the credentials of this host's processes."""
 
 
 class RoundSecrets(RpcMessage):
-    """Credentials of a round, as files."""
+    """Credentials of a round; they follow in one buffer, see `pack_secrets`."""
 
     kind: ClassVar[str] = "hosts.secrets"
 
-    files: dict[str, str] = pydantic.Field(default_factory=dict, repr=False)
+
+_MAX_SECRETS_BYTES = 32 * 2**20
+"""Of the credentials of a round: those of a thousand workers, eight for each, have 15 MB."""
+_SECRETS = pydantic.TypeAdapter(dict[str, str], config=pydantic.ConfigDict(hide_input_in_errors=True))
+
+
+def pack_secrets(files: Mapping[str, str]) -> list[bytes]:
+    """Return the buffers for credentials; none without any.
+
+    A buffer has room for those of a thousand workers, which a message itself has not.
+
+    `files`: name of a file in the round's folder of secrets -> its content.
+    """
+    return [_SECRETS.dump_json(dict(files))] if files else []
+
+
+def unpack_secrets(buffers: Sequence[Buffer]) -> dict[str, str]:
+    """Return the credentials of such buffers.
+
+    Raises:
+        MessageError: They are something else.
+    """
+    if not buffers:
+        return {}
+    try:
+        return _SECRETS.validate_json(file_io.bounded(bytes(memoryview(buffers[0])), _MAX_SECRETS_BYTES))
+    except ValueError:
+        expected, do = "a JSON object of texts", "Look at the host that sent it: it runs another program"
+        raise MessageError("credentials of a round", got="something else", expected=expected, do=do) from None
 
 
 class TakeSecrets(RpcMessage):
@@ -127,10 +160,8 @@ class RunStatus(RpcMessage):
 
     entry: str
     """JSON of the entry."""
-    leader: int | None
-    term: int
-    silent_hosts: tuple[int, ...] = ()
-    """Hosts that have not answered the leader lately; known to the leader alone."""
+    before: int | None = None
+    """Number of workers that the run was to have before this request; only in the answer to SCALE."""
 
 
 class RunStatusRequest(RpcMessage):
@@ -150,6 +181,8 @@ class RunVerb(RpcMessage):
     """A verb of jobs, or SCALE."""
     workers: int | None = None
     """Number of workers, for SCALE."""
+    request_id: str = pydantic.Field(default="", max_length=64)
+    """Id of a request for SCALE, which counts once however often it is sent."""
 
 
 class LeadershipAnswer(RpcMessage):

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -41,8 +42,10 @@ class RunAccess(Protocol):
         """
         ...
 
-    def apply_verb(self, verb: str, workers: int | None = None) -> None:
-        """Apply a verb to the run; `workers` is the number of workers, for SCALE.
+    def apply_verb(self, verb: str, workers: int | None = None) -> int | None:
+        """Apply a verb to the run; return the number of workers before, for SCALE.
+
+        `workers`: the number of workers, for SCALE.
 
         Raises:
             JobError: It is refused.
@@ -67,23 +70,22 @@ class StartedRunAccess:
         answers = self._ask_all("status", stops_at_first=True)
         return max((ENTRY_JSON.parse(answer["entry"]) for answer in answers), key=lambda entry: entry.version)
 
-    def apply_verb(self, verb: str, workers: int | None = None) -> None:
+    def apply_verb(self, verb: str, workers: int | None = None) -> int | None:
         entry = self.read_entry()
         if verb == "delete" and is_finished(entry.job):
             if len(self._ask_all("abort")) == len(self._open):
                 run_entry.forget_known_run(self._known)
-            return
+            return None
         self._ask_all("ensure")
         deadline_s = time.monotonic() + VERB_TIMEOUT_S
+        words = {"verb_name": verb, "workers": workers, "request_id": secrets.token_hex(8)}
         while True:
             try:
-                self._ask_all("verb", stops_at_first=True, verb_name=verb, workers=workers)
+                return self._ask_all("verb", stops_at_first=True, **words)[0]["before"]
             except LaunchError:
                 if time.monotonic() >= deadline_s:
                     raise
                 time.sleep(_VERB_RETRY_S)
-            else:
-                return
 
     def read_logs(self, positions: dict[str, str], events: EventLines) -> list[LogPiecesOfHost]:
         wanted = {"run_id": self._known.run_id, "positions": positions, "events": events}
@@ -136,12 +138,13 @@ class HostRunAccess:
         except FileNotFoundError as error:
             raise UnknownJobError(f"run {self._folder.run_id}: removed, expected one of this host.") from error
 
-    def apply_verb(self, verb: str, workers: int | None = None) -> None:
+    def apply_verb(self, verb: str, workers: int | None = None) -> int | None:
         status: RunStatus | None = host_runtime.call_service(self._folder, RunVerb(verb=verb, workers=workers))
         if status is None:
             do = "Repeat it where the run was started: only there all hosts are reached"
             what = f"{verb} of run {self.read_entry().name}"
             raise LaunchError(what, got="no host service here", expected="a run that goes on", do=do)
+        return status.before
 
     def read_logs(self, positions: dict[str, str], events: EventLines) -> list[LogPiecesOfHost]:
         own = self._folder.load_config().index
@@ -219,7 +222,7 @@ class HostsPlatform(Platform):
 
     def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
         entry = self._access(name).read_entry()
-        submission.check_log_query(entry.job, which)
+        submission.check_log_query(entry.job, which, num_ranks=entry.most_wanted)
         access = self._access(name)
         return api.follow_logs(
             lambda positions: itertools.chain.from_iterable(
@@ -247,7 +250,7 @@ class HostsPlatform(Platform):
 
     def _view(self, entry: RunEntry, *, with_events: bool = False) -> JobView:
         events = [EventView(time_s=each.time_s, kind=each.kind, text=each.text) for each in entry.events]
-        view = api.job_view(entry.job, platform="hosts", events=events if with_events else ())
+        view = _as_scaled(api.job_view(entry.job, platform="hosts", events=events if with_events else ()), entry)
         known = next((run for run in run_entry.list_known_runs() if run.run_id == entry.run_id), None)
         view = replace(view, reason=join_protocol.waiting_reason(view.state, entry.unjoined, view.reason))
         if known is None:
@@ -257,6 +260,18 @@ class HostsPlatform(Platform):
         return replace(view, files=known.run_dir) if known.run_dir else view
 
 
+def _as_scaled(view: JobView, entry: RunEntry) -> JobView:
+    """Return the view of a run with the workers that it shall have now."""
+    if entry.scaled is None:
+        return view
+    counts = {node: len(entry.wanted_ranks(node)) for node in entry.job.used_nodes}
+    nodes = [
+        replace(each, workers=counts.get(node, 0), capacity=max(each.capacity, counts.get(node, 0)))
+        for node, each in enumerate(view.nodes)
+    ]
+    return replace(view, workers=entry.num_wanted, nodes=tuple(nodes))
+
+
 def scale_run(name: str, workers: int) -> ScaleAnswer:
     """Ask a run for another number of workers; return what follows once a quorum of its hosts knows it.
 
@@ -264,9 +279,8 @@ def scale_run(name: str, workers: int) -> ScaleAnswer:
         JobError: There is no such run, or it cannot have so many workers now.
         LaunchError: No host answers, or there is no leader.
     """
-    access = find_access(name)
-    before = access.read_entry().num_wanted
-    access.apply_verb(SCALE, workers)
+    before = find_access(name).apply_verb(SCALE, workers)
+    assert before is not None, "the leader answers with it"
     return controller.scale_answer(before, workers)
 
 

@@ -220,20 +220,19 @@ class RemoteProgram:
     def _status(self, request: Mapping[str, Any], payload: bytes) -> Answer:
         folder = known_run(request["run_id"])
         status = host_runtime.call_service(folder, RunStatusRequest())
-        if status is None:
-            return {"entry": folder.entry.read_text(encoding="utf-8"), "leader": None, "silent": []}, b""
-        return {"entry": status.entry, "leader": status.leader, "silent": list(status.silent_hosts)}, b""
+        return {"entry": folder.entry.read_text(encoding="utf-8") if status is None else status.entry}, b""
 
     def _apply_verb(self, request: Mapping[str, Any], payload: bytes) -> Answer:
         folder = known_run(request["run_id"])
         host_runtime.ensure_service(folder, host_runtime.clean_environ())
         deadline_s = time.monotonic() + LOCAL_CALL_TIMEOUT_S
-        message = RunVerb(verb=request["verb_name"], workers=request.get("workers"))
+        words = {"workers": request.get("workers"), "request_id": request.get("request_id", "")}
+        message = RunVerb(verb=request["verb_name"], **words)
         while (status := host_runtime.call_service(folder, message)) is None:
             if time.monotonic() >= deadline_s:
                 raise LaunchError(f"host service: no answer, expected one. See {folder.service_log}.")
             time.sleep(0.1)
-        return {"entry": status.entry, "leader": status.leader, "silent": list(status.silent_hosts)}, b""
+        return {"before": status.before}, b""
 
     def _logs(self, request: Mapping[str, Any], payload: bytes) -> Answer:
         """Return what the logs have got since the given positions: of this host, or of `host`, which has joined."""

@@ -86,6 +86,19 @@ class RunEvent:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ScaleRecord:
+    """Newest request of `ringweave scale`, and what it has changed."""
+
+    wanted: WantedWorkers
+    before: int
+    """Number of workers that the run was to have before."""
+    most: int
+    """Largest number of workers that it was ever to have."""
+    request_id: str = ""
+    """Id of the request, by which it is known if it is sent again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunEntry:
     """Everything that a new leader needs to go on."""
 
@@ -108,18 +121,22 @@ class RunEntry:
     """Places of hosts that join by a token, taken or not."""
     bounds: MemberBounds | None = None
     """Bounds of `--elastic`; None for a run that is not elastic."""
-    wanted: WantedWorkers | None = None
+    scaled: ScaleRecord | None = None
     """Newest request of `ringweave scale`; None: as many workers as the run began with."""
 
     @property
     def num_wanted(self) -> int:
         """Number of workers that the run shall have."""
-        return self.wanted.workers if self.wanted is not None else self.job.request.num_workers
+        return self.scaled.wanted.workers if self.scaled is not None else self.job.request.num_workers
 
-    def num_wanted_on(self, host: int) -> int:
-        """Return the number of workers that a host shall have."""
-        config = self.origin.config(self.job)
-        return sum(rank < self.num_wanted for rank in config.slots_of_node(self.job.used_nodes[host]))
+    @property
+    def most_wanted(self) -> int:
+        """Largest number of workers that the run was ever to have."""
+        return self.scaled.most if self.scaled is not None else self.job.request.num_workers
+
+    def wanted_ranks(self, node: int) -> list[int]:
+        """Return the global ranks of the workers that a node, given by its index in the request, shall have."""
+        return [rank for rank in self.origin.config(self.job).slots_of_node(node) if rank < self.num_wanted]
 
     @property
     def name(self) -> str:

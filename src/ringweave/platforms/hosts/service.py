@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from ringweave.platforms.hosts.host_runtime import HostJobRuntime
 from ringweave.platforms.hosts.join_protocol import JoinListener, print_refusal
 from ringweave.platforms.hosts.messages import COMMAND_ROLE, HOST_ROLE, HostAction, HostAnswer, HostReport
 from ringweave.platforms.hosts.quorum_election import EntryVersion, Leadership, is_quorum
-from ringweave.platforms.hosts.run_entry import ENTRY_JSON, HostFolder, RunEntry, StaleEntryError
+from ringweave.platforms.hosts.run_entry import ENTRY_JSON, HostFolder, RunEntry, ScaleRecord, StaleEntryError
 from ringweave.platforms.hosts.script_files import FileOffer
 from ringweave.platforms.local import job_folder
 from ringweave.rpc import RpcCall, RpcClient, RpcHandler, RpcLimits, RpcReply, RpcServer
@@ -69,22 +69,24 @@ class LeaderLink:
         with contextlib.suppress(RingweaveError, OSError):
             self._contact(self._connected(), wait_s=0.0)
 
-    def call(self, message: rpc.RpcMessage, timeout_s: float) -> rpc.RpcMessage:
-        """Call the host.
+    def take_secrets(self, round_: int) -> dict[str, str]:
+        """Return the credentials that an agent of the host has issued.
 
         Raises:
             RpcError: The host does not answer, or the call failed there.
         """
-        return self._connected().call(message, timeout_s=timeout_s).message
+        message = messages.TakeSecrets(term=self._term, leader=self._service.index, round=round_)
+        return messages.unpack_secrets(self._connected().call(message, timeout_s=ACTION_TIMEOUT_S).buffers)
 
-    def apply(self, action: HostAction) -> None:
-        """Let the host apply an action, and take its report.
+    def apply(self, action: HostAction, secrets: Mapping[str, str]) -> None:
+        """Let the host apply an action, and take its report; `secrets` are the credentials of its processes.
 
         Raises:
             RpcError: The host does not answer, or the action failed there.
         """
         client = self._connected()
-        answer = client.call(action, timeout_s=ACTION_TIMEOUT_S).message
+        buffers = messages.pack_secrets(secrets)
+        answer = client.call(action, buffers, timeout_s=ACTION_TIMEOUT_S).message
         assert isinstance(answer, HostAnswer)
         self._take_answer(client, answer)
 
@@ -237,21 +239,18 @@ class HostService:
                 self._folder.save_entry(self.entry)
             self._wait_for_quorum(version)
 
-    def act_on_host(self, host: int, action: HostAction) -> None:
+    def act_on_host(self, host: int, action: HostAction, secrets: Mapping[str, str]) -> None:
         if host == self.index:
-            self._runtime.apply(action)
+            self._runtime.apply(action, secrets)
             self._observe()
         else:
-            self._links[host].apply(action)
+            self._links[host].apply(action, secrets)
 
     def take_secrets(self, host: int, round_: int) -> dict[str, str]:
         """Return the credentials that an agent of this host has issued."""
         if host == self.index:
             return self._runtime.take_secrets(round_)
-        message = messages.TakeSecrets(term=self._links_term, leader=self.index, round=round_)
-        answer = self._links[host].call(message, ACTION_TIMEOUT_S)
-        assert isinstance(answer, messages.RoundSecrets)
-        return answer.files
+        return self._links[host].take_secrets(round_)
 
     def forget_run(self) -> None:
         """Let all hosts that answer remove their files and end; then this one.
@@ -262,7 +261,7 @@ class HostService:
         for host, view in enumerate(self.host_views()):
             if view.is_heard and host != self.index:
                 with contextlib.suppress(RpcError):
-                    self._links[host].apply(action)
+                    self._links[host].apply(action, {})
         self._is_forgotten = True
 
     # What the links use.
@@ -294,7 +293,8 @@ class HostService:
 
     def _tick(self) -> float:
         """Look at this host, and act if it leads; return the seconds until the next tick."""
-        self._runtime.publish_wanted(self.entry.wanted)
+        scaled = self.entry.scaled
+        self._runtime.publish_wanted(scaled.wanted if scaled is not None else None)
         self._observe()
         with self._lock:
             stands = self._leadership.should_stand(self._clock())
@@ -477,28 +477,28 @@ class HostService:
         if message.name == "ForgetJob":
             self._is_forgotten = True
             return self._answer(None)
-        self._runtime.apply(message)
+        self._runtime.apply(message, messages.unpack_secrets(call.buffers))
         self._observe()
         with self._lock:
             return self._answer(self._report)
 
-    def _handle_secrets(self, call: RpcCall) -> messages.RoundSecrets:
+    def _handle_secrets(self, call: RpcCall) -> RpcReply:
         message: messages.TakeSecrets = call.message
         with self._lock:
             if not self._accept_leader(call, message.term, message.leader):
                 raise NotLeaderError("credentials of a round: asked by a former leader, expected the present one.")
-        return messages.RoundSecrets(files=self._runtime.take_secrets(message.round))
+        return RpcReply(messages.RoundSecrets(), messages.pack_secrets(self._runtime.take_secrets(message.round)))
 
     def _handle_status(self, call: RpcCall) -> messages.RunStatus:
         self._used_s = self._clock()
-        return self._status()
+        return messages.RunStatus(entry=ENTRY_JSON.dump(self.entry))
 
     def _handle_verb(self, call: RpcCall) -> messages.RunStatus:
         message: messages.RunVerb = call.message
         self._used_s = self._clock()
         if self._leadership.holds_lease(self._clock()):
-            self._apply_verb(message)
-            return self._status()
+            before = self._apply_verb(message)
+            return messages.RunStatus(entry=ENTRY_JSON.dump(self.entry), before=before)
         status = self._ask_leader(call)
         assert isinstance(status, messages.RunStatus)
         return status
@@ -568,15 +568,23 @@ class HostService:
             unreachable=problem,
         )
 
-    def _apply_verb(self, message: messages.RunVerb) -> None:
+    def _apply_verb(self, message: messages.RunVerb) -> int | None:
+        """Commit a verb; return the number of workers before SCALE, as the committed entry has it."""
+        scaled: ScaleRecord | None = None
+
         def change(entry: RunEntry) -> RunEntry:
+            nonlocal scaled
             if message.verb == messages.SCALE:
-                return scale_run(entry, self.host_views(), message.workers or 0, time.time())
+                views = self.host_views()
+                changed = scale_run(entry, views, message.workers or 0, time.time(), message.request_id)
+                scaled = changed.scaled
+                return changed
             desired = admission.apply_verb(message.verb, entry.job, time.time())
             return replace(entry, job=replace(entry.job, desired=desired))
 
         self._change_entry(change)
         self.wake()
+        return scaled.before if scaled is not None else None
 
     def _change_entry(self, change: Callable[[RunEntry], RunEntry]) -> None:
         """Commit a change of the newest entry; it is computed again where another thread was faster.
@@ -606,16 +614,6 @@ class HostService:
                 if error.error == JobError.__name__:
                     raise JobError(str(error)) from error
                 raise
-
-    def _status(self) -> messages.RunStatus:
-        with self._lock:
-            silent = tuple(host for host, view in enumerate(self.host_views()) if not view.is_heard)
-            return messages.RunStatus(
-                entry=ENTRY_JSON.dump(self.entry),
-                leader=self._leadership.leader,
-                term=self._leadership.ballot.term,
-                silent_hosts=silent if self._leadership.is_leader else (),
-            )
 
     def _accept_leader(self, call: RpcCall, term: int, leader: int) -> bool:
         self._check_host(call, leader)

@@ -22,11 +22,11 @@ from ringweave.launcher.workers import spread_slots
 from ringweave.membership.settings import MemberBounds
 from ringweave.platforms import submission
 from ringweave.platforms.hosts import attach, host_list, install, join_protocol, run_entry
+from ringweave.platforms.hosts.controller import MAX_GROWN_WORKERS
 from ringweave.platforms.hosts.host_list import HostList, HostSpec
 from ringweave.platforms.hosts.messages import COMMAND_ROLE, HOST_ROLE
 from ringweave.platforms.hosts.script_files import ScriptFile, collect_files
 from ringweave.platforms.hosts.ssh import HostConnections, HostError, SshConnection, end_run_at_once, run_parallel
-from ringweave.platforms.local.file_channel import MAX_GROWN_WORKERS
 from ringweave.platforms.submission import JobOrigin
 from ringweave.ports import PortRange
 from ringweave.rpc import CertificateAuthority

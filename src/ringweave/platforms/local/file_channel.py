@@ -26,12 +26,9 @@ from ringweave.rpc import Credentials
 T = TypeVar("T")
 _MAX_INCARNATIONS = 64
 _MAX_CREDENTIALS = 480
-"""Credentials of all processes together, about 1,760 bytes of JSON each: a run on hosts sends them in one message of
-1 MiB."""
+"""Credentials of all processes together, beyond which none has more than it needs: a round begins once all are made."""
 _MAX_SERVICES = 4
 """Processes beside the workers: two coordinators and two parameter servers."""
-MAX_GROWN_WORKERS = _MAX_CREDENTIALS // NUM_INCARNATIONS - _MAX_SERVICES
-"""Number of workers up to which an elastic job may grow; more would leave too few credentials for each."""
 
 
 class FileAgentChannel(AgentChannel):
