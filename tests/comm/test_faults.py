@@ -53,7 +53,10 @@ def test_a_child_that_outlives_a_killed_peer_does_not_hide_its_death() -> None:
                 os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("num_elements", "limit_s"), [(2_000_000, GROUP_S), (10, GLOO_S)], ids=["ring", "host"])
+@pytest.mark.parametrize(
+    ("num_elements", "limit_s"),
+    [pytest.param(2_000_000, GROUP_S, id="ring"), pytest.param(10, GLOO_S, id="host", marks=pytest.mark.thorough)],
+)
 def test_a_stopped_peer_is_named_within_the_time_out(num_elements: int, limit_s: float) -> None:
     with Ranks(fault_functions.reduce_until_failure, 4, num_elements, True, timeout_s=limit_s, nodes=NODES) as ranks:
         ranks.wait_for(*(f"reducing/{rank}" for rank in range(4)))

@@ -77,7 +77,12 @@ LARGE = SCRIPT.replace("Linear(4, 2)", "Sequential(torch.nn.Linear(4, 40_000), t
     ("options", "mode", "chosen"),
     [
         pytest.param((), "balanced", "", marks=pytest.mark.thorough),
-        (("--max-loss-increase", "100%"), "local", "; chosen: local with outer steps every "),
+        pytest.param(
+            ("--max-loss-increase", "100%"),
+            "local",
+            "; chosen: local with outer steps every ",
+            marks=pytest.mark.thorough,  # daily in a lab: launcher/test_lab_runs.py
+        ),
         pytest.param(
             ("--mode", "balanced", "--wire", "auto", "--max-loss-increase", "1%"),
             "balanced",

@@ -75,7 +75,9 @@ class Evil:
         return os.mkdir, (self.folder,)
 
 
-@pytest.mark.parametrize(("encrypt", "expected"), [("off", "taken"), ("on", "refused")])
+@pytest.mark.parametrize(
+    ("encrypt", "expected"), [pytest.param("off", "taken", marks=pytest.mark.thorough), ("on", "refused")]
+)
 def test_a_stranger_takes_no_place_and_no_rank_reads_its_pickle(
     start: Callable, script: Callable, lab_name: str, tmp_path: Path, encrypt: str, expected: str
 ) -> None:

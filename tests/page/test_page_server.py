@@ -181,7 +181,10 @@ def test_a_report_from_the_disk(browser: Any, tmp_path: Path, outcome: str, sche
 
 @pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.parametrize(("scheme", "outcome"), [("light", "failed"), ("dark", "failed"), ("dark", "done")])
+@pytest.mark.parametrize(
+    ("scheme", "outcome"),
+    [("light", "failed"), pytest.param("dark", "failed", marks=pytest.mark.thorough), ("dark", "done")],
+)
 def test_axe_finds_nothing_serious(browser: Any, tmp_path: Path, scheme: str, outcome: str) -> None:
     folder = synthetic.write_run(tmp_path / "run", 8, 600, outcome=outcome, per_node=2)
     add_rings_and_stages(folder)

@@ -174,7 +174,7 @@ def exchange_texts(store: Store, text: str, rank: int, world_size: int, timeout:
     store.set(texts[rank], text)
     if rank != 0:
         _wait_for_keys(store, ["discover/done"], timeout, rank, world_size)
-        store.set(f"discover/left/{rank}", "1")
+        store.add(f"discover/left/{rank}", 1)  # answered, unlike `set`, which an exit may leave in a tunnel's buffer
         return None
     _wait_for_keys(store, texts, timeout, rank, world_size)
     found = [_decode_text(value, each) for each, value in enumerate(store.multi_get(texts))]

@@ -39,7 +39,8 @@ def lab_jobs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("needs_lab")
-@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.thorough), "balanced"])
+@pytest.mark.thorough  # daily: cli/test_chaos.py in a lab, and each kind of fault alone
+@pytest.mark.parametrize("mode", ["sync", "balanced"])
 def test_faults_of_every_kind_happen_and_no_step_no_sample_and_no_bit_is_lost(
     lab_jobs: ModuleType, tmp_path: Path, mode: str
 ) -> None:

@@ -137,6 +137,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # daily in labs: launcher/test_lab_runs.py measures, test_training_in_lab.py trains by it
 def test_the_first_run_after_the_check_finds_the_links_measured(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     demands.need(request.config, demands.LAB, lab.lab_problems())
     addresses = {"a": "10.7.0.1", "b": "10.7.0.2", "c": "10.7.0.3"}

@@ -31,6 +31,7 @@ def ipv6_hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FakeH
     yield from make_hosts_in_namespace(tmp_path, {address: address for address in NAMES}, networks)
 
 
+@pytest.mark.thorough  # daily: addresses of the launcher, of rpc and of cluster files
 def test_hosts_with_ipv6_addresses_are_checked_run_on_and_joined(ipv6_hosts: FakeHosts) -> None:
     ipv6_hosts.write_script(REDUCE)
     named = ",".join(f"[{name}]:1" for name in NAMES)

@@ -114,6 +114,7 @@ def lab(request: pytest.FixtureRequest) -> Iterator[SshLab]:
         yield made
 
 
+@pytest.mark.thorough  # daily over a stand-in for ssh, and other verbs over the real one
 def test_over_debian_s_sshd(lab: SshLab) -> None:
     first = lab.nodes[0]
     first.write("project/train.py", training("/home/trainer/flag"))

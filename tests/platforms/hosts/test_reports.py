@@ -60,7 +60,7 @@ def test_workers_that_train_on_are_not_lost_with_their_host_service(
     entry: Any = SimpleNamespace(
         hosts=[SimpleNamespace(node="a"), SimpleNamespace(node="b")],
         seats=(),
-        wanted=None,
+        scaled=None,
         job=SimpleNamespace(request=SimpleNamespace(elastic=None), used_nodes=(0, 1)),
     )
     knowing = HostReport(groups=(running(0, members=("0.0",), generation=generation, evicted=evicted),))

@@ -98,6 +98,7 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
+@pytest.mark.thorough  # daily on Slurm and on hosts
 def test_a_job_with_a_parameter_server(place: Place, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINS)
     nodes = (NodeRequest(name="n0", capacity=1), NodeRequest(name="n1", capacity=1))
