@@ -133,7 +133,7 @@ def check_trained(found: Sequence[dict[str, Any]]) -> None:
     assert all(each["accounted"] for each in found)
 
 
-@pytest.mark.thorough  # daily: sites on one machine (e2e/test_local_runs.py, launcher/test_lab_runs.py), and the pipeline here
+@pytest.mark.thorough  # daily: sites on one machine (e2e/test_local_runs.py), and the pipeline here
 def test_local_trains_in_the_sites_that_the_links_show_and_an_elastic_run_in_the_same(two_sites: SshLab) -> None:
     hosts = ("--hosts", "a0,a1,b0,b1", "--mode", "local", "--run-dir", "runs/out")
     out, errors = run_to_end(two_sites, sites_script(6), *RINGWEAVE, "run", *hosts, "train.py")
