@@ -280,7 +280,7 @@ def test_a_server_goes_on_where_the_system_had_no_thread(
                 with serving.connect() as refused:
                     assert refused.recv(1) == b""
         assert serving.ask() == 200
-        assert serving.limiter.num_pending == 0
+        wait_until(lambda: serving.limiter.num_pending == 0, "the end of the thread that answered")
     assert len(caplog.messages) == 1
     assert caplog.messages[0].endswith("refused: can't start new thread. Raise ulimit -u, or pids.max.")
 

@@ -174,7 +174,8 @@ def exchange_texts(store: Store, text: str, rank: int, world_size: int, timeout:
     store.set(texts[rank], text)
     if rank != 0:
         _wait_for_keys(store, ["discover/done"], timeout, rank, world_size)
-        store.add(f"discover/left/{rank}", 1)  # answered, unlike `set`, which an exit may leave in a tunnel's buffer
+        store.set(f"discover/left/{rank}", "1")
+        store.check(["discover/done"])  # answered after `set`, which has no answer: an exit may leave it in a tunnel
         return None
     _wait_for_keys(store, texts, timeout, rank, world_size)
     found = [_decode_text(value, each) for each, value in enumerate(store.multi_get(texts))]

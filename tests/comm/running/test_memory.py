@@ -57,7 +57,13 @@ USES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("given", "use"), USES.values(), ids=USES)
+@pytest.mark.parametrize(
+    ("given", "use"),
+    [
+        pytest.param(*USES[name], id=name, marks=pytest.mark.thorough if number % 2 else ())
+        for number, name in enumerate(USES)
+    ],
+)
 def test_threads_that_have_ended_leave_no_memory_behind(given: str, use: str) -> None:
     """They left 16 to 20 MB each in glibc's pools, for every group that had ever been."""
     command = [sys.executable, "-c", KEPT.format(given=given, use=use)]
