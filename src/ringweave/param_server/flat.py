@@ -4,7 +4,8 @@ Where the parameters are divided into fragments, each fragment has buffers of it
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from ringweave.errors import TrainingError
 from ringweave.param_server.messages import ServerSetup, TensorSpec
 
+_Buffer = TypeVar("_Buffer")
 _TRAINABLE_DTYPES = {"float16", "bfloat16", "float32", "float64", "complex64", "complex128"}
 
 
@@ -85,11 +87,10 @@ class FlatTensors:
         fragments: Sequence[Sequence[int]],
     ) -> None:
         """Make the memory of each fragment, and views of all tensors in the model's order."""
-        left, views = iter(pieces or ()), dict[int, Tensor]()
-        for places in fragments:
-            own = [specs[place] for place in places]
-            given = None if pieces is None else list(itertools.islice(left, len(buffer_sizes(own))))
-            part = FlatTensors(own, given, device)
+        given = [None] * len(fragments) if pieces is None else _split_by_fragment(specs, fragments, pieces)
+        views: dict[int, Tensor] = {}
+        for places, own in zip(fragments, given, strict=True):
+            part = FlatTensors([specs[place] for place in places], own, device)
             self._fragments.append(part)
             views |= zip(places, part.views, strict=True)
         self.pieces = tuple(piece for part in self._fragments for piece in part.pieces)
@@ -146,10 +147,11 @@ def fragments_of_setup(
     setup: ServerSetup, fragments: Sequence[int], buffers: Sequence[memoryview]
 ) -> list[tuple[int, FlatTensors]]:
     """Return these fragments, all if there are none, each with its tensors over the buffers."""
-    places, left = setup.places_of(fragments), iter(buffers)
-    specs = [[setup.tensors[place] for place in each] for each in places]
-    own = [list(itertools.islice(left, len(buffer_sizes(each)))) for each in specs]
-    content = [FlatTensors.over_buffers(each, taken) for each, taken in zip(specs, own, strict=True)]
+    places = setup.places_of(fragments)
+    content = [
+        FlatTensors.over_buffers([setup.tensors[place] for place in each], own)
+        for each, own in zip(places, _split_by_fragment(setup.tensors, places, buffers), strict=True)
+    ]
     return list(zip(fragments or range(len(places)), content, strict=True))
 
 
@@ -157,12 +159,16 @@ def select_buffers(setup: ServerSetup, fragments: Sequence[int], buffers: Sequen
     """Return the buffers of these fragments, all if there are none, of those for all tensors."""
     if not fragments:
         return buffers
-    left = iter(buffers)
-    by_fragment = [
-        list(itertools.islice(left, len(buffer_sizes([setup.tensors[place] for place in places]))))
-        for places in setup.places_of(())
-    ]
+    by_fragment = _split_by_fragment(setup.tensors, setup.places_of(()), buffers)
     return [buffer for index in fragments for buffer in by_fragment[index]]
+
+
+def _split_by_fragment(
+    specs: Sequence[TensorSpec], fragments: Sequence[Sequence[int]], buffers: Iterable[_Buffer]
+) -> list[list[_Buffer]]:
+    """Return the buffers of each fragment, of those of all fragments in their order."""
+    left = iter(buffers)
+    return [list(itertools.islice(left, len(buffer_sizes([specs[place] for place in each])))) for each in fragments]
 
 
 def _torch_dtype(name: str, where: str) -> torch.dtype:

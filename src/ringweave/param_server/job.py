@@ -250,9 +250,8 @@ class ServerJob:
     def record_push(self, push: Push) -> None:
         """Record that the push's samples are in the parameters."""
         known = self.positions.pop(push.ring, 0)
-        if (
-            push.fragments
-        ):  # after a long pause it skips cycles: no ring waits until it has pushed as often as the others
+        if push.fragments:
+            # After a long pause it skips cycles: no ring waits until it has pushed as often as the others.
             self.positions[push.ring] = max(known, self.position_at(push.ring, push.fragments[-1])) + 1
             self.local_steps[push.ring] = push.local_steps
         self.position = self.position.after_push(push.pass_number, push.epoch, push.spans)

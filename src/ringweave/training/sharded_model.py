@@ -10,6 +10,7 @@ beside what follows, as they do on CUDA, where they have streams of their own.
 """
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -203,12 +204,9 @@ class OverlappedReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         """Start the reduce-scatter; return its work, or None if it ends with the backward pass or is done."""
-
-        def start(async_op: bool = True) -> dist.Work | None:
-            return self._own(output_tensor, input_tensor, group, op, async_op)
-
+        start = functools.partial(self._own, output_tensor, input_tensor, group, op)
         if op == dist.ReduceOp.AVG and not self._reads_at_once() and self._reductions.may_open():
-            self._reductions.scatter(output_tensor, start)
+            self._reductions.scatter(output_tensor, lambda: start(True))
             return None
         self._reductions.start_all()
         return start(async_op)
@@ -265,8 +263,8 @@ def overlap_collectives(model: nn.Module) -> int:
     that FSDP does not document; where this torch has others, nothing changes.
     """
     num_groups, reductions = 0, OpenReductions()
+    names = ("_all_gather_comm", "_reduce_scatter_comm")
     for group in _param_groups(model):
-        names = ("_all_gather_comm", "_reduce_scatter_comm")
         if group.device.type != "cpu" or not all(hasattr(getattr(group, name, None), "allocate") for name in names):
             continue
         reads_at_once, mesh_info = _reader_of(group), group.mesh_info

@@ -1,7 +1,7 @@
 """Outer steps of sites on the server: one fragment at a time, with the optimizer of mode local."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,38 +176,40 @@ def test_a_fragment_waits_for_the_site_that_pushes_it_next_and_for_no_lost_one()
     assert not waiting.is_alive()
 
 
-def test_a_site_that_was_paused_catches_up_with_the_one_that_went_on():
-    """It waits for none; the other one waits for it, until both push the same fragment next again."""
+def sites_with_one_paused() -> tuple[Sites, list[torch.Tensor]]:
+    """Sites after three rounds, the second one of which has paused, and an outer gradient."""
     sites = Sites()
     sites.begin()
-    gradients = gradients_of(0, sites.model)
     run_rounds(sites, 0, 3)
     sites.call("1.0", PauseRing(term=0, ring=1))
-    for number in (3, 4, 5):
-        sites.push_fragments(0, gradients, [number % NUM_FRAGMENTS])
-        sites.pull_fragments(0, [number % NUM_FRAGMENTS])
+    return sites, gradients_of(0, sites.model)
+
+
+def go_on_alone(sites: Sites, site: int, gradients: list[torch.Tensor], numbers: Iterable[int]) -> None:
+    """Let a site push the fragments with these numbers, and pull each."""
+    for number in numbers:
+        sites.push_fragments(site, gradients, [number % NUM_FRAGMENTS])
+        sites.pull_fragments(site, [number % NUM_FRAGMENTS])
+
+
+def test_a_site_that_was_paused_catches_up_with_the_one_that_went_on():
+    """It waits for none; the other one waits for it, until both push the same fragment next again."""
+    sites, gradients = sites_with_one_paused()
+    go_on_alone(sites, 0, gradients, (3, 4, 5))
     sites.push_fragments(1, gradients, [3])
     sites.pull_fragments(1, [3])
     sites.push_fragments(0, gradients, [6 % NUM_FRAGMENTS])
     with pytest.raises(DeadlineError, match="parameters for ring 0"):
         sites.pull_fragments(0, [2], limit_s=0.0)
-    for number in (4, 5, 6):
-        sites.push_fragments(1, gradients, [number % NUM_FRAGMENTS])
-        sites.pull_fragments(1, [number % NUM_FRAGMENTS])
+    go_on_alone(sites, 1, gradients, (4, 5, 6))
     sites.pull_fragments(0, [2])
     assert sites.service.job is not None
     assert sites.service.job.positions == {0: 7, 1: 7}
 
 
 def test_for_a_site_that_was_paused_for_long_no_other_waits_longer_than_a_cycle():
-    sites = Sites()
-    sites.begin()
-    gradients = gradients_of(0, sites.model)
-    run_rounds(sites, 0, 3)
-    sites.call("1.0", PauseRing(term=0, ring=1))
-    for number in range(3, 3 + 5 * NUM_FRAGMENTS):
-        sites.push_fragments(0, gradients, [number % NUM_FRAGMENTS])
-        sites.pull_fragments(0, [number % NUM_FRAGMENTS])
+    sites, gradients = sites_with_one_paused()
+    go_on_alone(sites, 0, gradients, range(3, 3 + 5 * NUM_FRAGMENTS))
     assert sites.service.job is not None
     assert sites.service.job.positions == {0: 23, 1: 3}
     sites.push_fragments(1, gradients, [3])
