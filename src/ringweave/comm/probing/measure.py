@@ -322,8 +322,8 @@ _LOG = logging.getLogger("ringweave")
 
 _GROUP_TIMEOUT = timedelta(seconds=60)
 """All ranks have just called, so none is late."""
-JOB_TIMEOUT = timedelta(seconds=300)
-"""The workers of a job start at different times, and the import of torch takes a minute on a busy host."""
+JOB_TIMEOUT = timedelta(seconds=120)
+"""The workers of a job start at different times."""
 _MAX_NODES_FULL = 16
 """Up to this number of nodes a job measures every pair when it starts: half a minute."""
 _FULL_EFFORT = SurveyLimits()
