@@ -9,12 +9,13 @@ parameter server. Every few seconds a worker is killed and replaced, never rank 
 memory, PSS, descriptors, threads; and how many there are. The first quarter counts as warm-up, but at least five
 minutes and at most a quarter of an hour; a run of less than ten minutes can show that it works, and no growth. Of the
 rest, medians of 20 spans go into a Theil-Sen regression. Its 95 % interval allows for neighbours that are alike and for
-steps, and is wider by the smallest step of the measure over the measured time, since the next one may be due now. A
-process grows if the whole interval lies above what `LIMITS` allows, and is flat if the whole lies below; else this run
-was too short or too noisy, and says so (undecided): less than about 45 minutes cannot tell that descriptors are flat. A
-follower reads the events of both trainings meanwhile: over all rotations it has to get each line once, and the steps in
-run.json have to be those that it has summed. Printed as one JSON document; exit code 1 if a process grows, a kind of
-process was not sampled for half of the time, a log is larger than allowed, or a line is missing. All measured.
+steps. A process grows if the whole interval lies above what `LIMITS` allows. It is flat if the whole lies below, and
+with one step of the measure more in the measured time, as the next one may be due now, at most one step an hour above.
+Else this run was too short or too noisy, and says so (undecided): less than about 45 minutes cannot tell that
+descriptors are flat. A follower reads the events of both trainings meanwhile: over all rotations it has to get each
+line once, and the steps in run.json have to be those that it has summed. Printed as one JSON document; exit code 1 if a
+process grows, a kind of process was not sampled for half of the time, a log is larger than allowed, or a line is
+missing. All measured.
 """
 
 import argparse
@@ -49,8 +50,8 @@ MEASURES = ("memory_mb", "pss_mb", "descriptors", "threads")
 LIMITS: Mapping[str, Callable[[float], float]] = {
     "memory_mb": lambda median: max(2.0, 0.02 * median),
     "pss_mb": lambda median: max(2.0, 0.02 * median),
-    "descriptors": lambda median: 2.0,
-    "threads": lambda median: 2.0,
+    "descriptors": lambda median: 1.0,
+    "threads": lambda median: 1.0,
     "processes": lambda median: 2.0,
 }
 """Measure -> growth in an hour, by its median, up to which a process counts as flat: an hour has more steps and deaths
@@ -222,9 +223,10 @@ def slope(samples: Sequence[tuple[float, Mapping[str, float]]], name: str, is_wa
         return {"name": name, "median": round(median, 2), "allowed": allowed, "verdict": "undecided"}
     found, low, high = fit(hours, values)
     unseen = STEPS[name] / (hours[-1] - hours[0])
-    numbers = {"median": median, "per_hour": found, "low": low - unseen, "high": high + unseen, "allowed": allowed}
+    numbers = {"median": median, "per_hour": found, "low": low, "high": high + unseen, "allowed": allowed}
     rounded = {key: round(float(value), 2) for key, value in numbers.items()}
-    grows, is_flat = bool(is_warm and low - unseen > allowed), bool(high + unseen <= allowed)
+    grows = bool(is_warm and low > allowed)
+    is_flat = bool(high <= allowed and high + unseen <= allowed + STEPS[name])
     return {"name": name, **rounded, "verdict": "grows" if grows else "flat" if is_flat else "undecided"}
 
 
