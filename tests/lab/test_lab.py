@@ -3,20 +3,23 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from ringweave import lab, topology
+from ringweave.cli import main
 from ringweave.errors import ClusterError, LabError, PlacementError, UsageError
-from ringweave.lab import Lab, lab_processes
+from ringweave.lab import Lab, lab_processes, lab_state
 
 PAIR = """
 name: pair
@@ -321,6 +324,19 @@ def test_what_is_not_there_is_named(up, lab_name: str) -> None:
         LabError, match=r"links of the lab: .*, expected a lab that is still up\. Look for it: ringweave"
     ):
         pair.rates()
+
+
+def test_a_lab_that_goes_down_meanwhile_has_a_status(up, lab_name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = up(PAIR)
+    port = pair.layout.ports("a->core")[0]
+    subprocess.run(["ip", "-n", port.namespace, "link", "delete", port.interface], check=True)
+    assert main.run_command_line(["lab", "status", "--lab", lab_name]) == 1
+    assert re.search(r"links of the lab: .*, expected a lab that is still up\. Look for it", capsys.readouterr().err)
+    record = lab_state.read_record(lab_name)
+    assert record is not None
+    lab_state.write_record(replace(record, is_complete=False))
+    assert main.run_command_line(["lab", "status", "--lab", lab_name]) == 0
+    assert f"lab {lab_name}: incomplete. Clear it away" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "x" * 64])

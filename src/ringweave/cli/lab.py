@@ -11,7 +11,7 @@ import click
 
 from ringweave import lab, topology, units
 from ringweave.cli.echo import echo
-from ringweave.errors import LabError, UsageError
+from ringweave.errors import UsageError
 from ringweave.lab import Lab, cpu_quotas, user_namespace
 from ringweave.lab import lab as lab_lab
 
@@ -180,14 +180,9 @@ def show(name: str | None, as_json: bool) -> int:
 
 def _describe_all() -> list[dict[str, Any]]:
     """Return the status of all labs, without those that go down meanwhile."""
-    documents = []
-    for each in lab.names():
-        try:
-            documents.append(lab_lab.lab_document(each))
-        except (UsageError, LabError):
-            if each in lab.names():
-                raise
-    return documents
+    documents = [lab_lab.lab_document(each) for each in lab.names()]
+    there = lab.names()
+    return [each for each in documents if each["state"] == "up" or each["name"] in there]
 
 
 @command.command("down")

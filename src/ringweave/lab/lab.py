@@ -320,7 +320,10 @@ class Lab:
         queues = _read_queues({port.namespace for port in self.layout.ports()})
         links: dict[str, list[dict[str, Any]]] = {link.name: [] for link in self.cluster.links()}
         for port in self.layout.ports():
-            links[port.link].append(queues[port.namespace, port.interface])
+            queue = queues.get((port.namespace, port.interface))
+            if queue is None:  # it goes down: the kernel removes both ends of a cable with either namespace
+                raise _not_readable(f"no limit of rate at {port.interface}", port.namespace)
+            links[port.link].append(queue)
         return links
 
     def _check_link(self, link: str) -> None:
@@ -413,15 +416,14 @@ def _read_queues(namespaces: set[str]) -> dict[tuple[str, str], dict[str, Any]]:
     for name, process in running.items():
         output, error_output = outputs[name]
         if process.returncode != 0:
-            raise LabError(
-                "links of the lab",
-                got=" ".join(error_output.decode(errors="replace").split()),
-                expected="a lab that is still up",
-                do="Look for it: ringweave lab status",
-                where=name,
-            )
+            raise _not_readable(" ".join(error_output.decode(errors="replace").split()), name)
         queues |= {(name, entry["dev"]): entry for entry in json.loads(output) if entry.get("root")}
     return queues
+
+
+def _not_readable(got: str, where: str) -> LabError:
+    do = "Look for it: ringweave lab status"
+    return LabError("links of the lab", got=got, expected="a lab that is still up", do=do, where=where)
 
 
 def _not_up_text(name: str) -> str:
@@ -440,8 +442,16 @@ def lab_document(name: str) -> dict[str, Any]:
     `bytes_on_link` and the `bytes` of each link are whole Ethernet frames; rates are in bytes per second. An incomplete
     lab, or one that is being made or removed, has only its name and state.
     """
-    if not is_up(name):
-        return {"name": name, "state": "incomplete", "nodes": [], "links": [], "bytes_on_link": {}}
+    if is_up(name):
+        try:
+            return _up_document(name)
+        except (UsageError, LabError):
+            if is_up(name):
+                raise
+    return {"name": name, "state": "incomplete", "nodes": [], "links": [], "bytes_on_link": {}}
+
+
+def _up_document(name: str) -> dict[str, Any]:
     found = find(name)
     sent = found.bytes_on_links()
     return {
