@@ -32,7 +32,7 @@ class Second:
         sending = PlanBroadcast(self.store, GroupInfo(RANKS, 1, b""), limit, clock=lambda: self.now_s, sleep=self.sleep)
         self.guide = GroupPlan(self.refuse, lambda plan: None, sending)
 
-    def refuse(self) -> Plan:
+    def refuse(self, is_whole: bool) -> Plan:
         raise AssertionError("the first rank makes it")
 
     def sleep(self, seconds: float) -> None:
@@ -66,6 +66,48 @@ def test_who_waits_for_the_plan_when_the_group_is_cut_goes() -> None:
     with pytest.raises(PeerError, match=r"sent no plan before the group was cut"):
         second.guide.wait_for_plan(86_400.0)
     assert second.now_s < 30.0
+
+
+class Ranks:
+    """Both ranks of a group that begins with exact allreduces."""
+
+    def __init__(self) -> None:
+        store, limit = HashStore(), timedelta(seconds=FORM_S)
+        self.made: list[bool] = []
+        self.guides = [
+            GroupPlan(
+                self.make, lambda plan: {}, PlanBroadcast(store, GroupInfo(RANKS, rank, b""), limit), is_whole=False
+            )
+            for rank in range(2)
+        ]
+
+    def make(self, is_whole: bool) -> Plan:
+        self.made.append(is_whole)
+        return planning.plan_group(CLUSTER, NODES, kinds=None if is_whole else ())
+
+
+def test_the_first_rank_completes_the_plan_when_all_need_more_of_it() -> None:
+    ranks = Ranks()
+    whole = planning.plan_group(CLUSTER, NODES)
+    for guide in ranks.guides:
+        assert guide.wait_for_plan() == whole.exact_allreduces
+        assert guide.choose(10**6, None).schedule == whole.choose(10**6).schedule
+    assert ranks.made == [False]
+    for guide in ranks.guides:
+        assert guide.wait_for_plan(is_whole=True) == guide.wait_for_plan() == whole
+        assert guide.choose(10**6, None, "allgather") == whole.choose(10**6, None, "allgather")
+        assert guide.is_tunable
+    assert ranks.made == [False, True]
+
+
+def test_a_plan_that_a_survey_brought_stays_while_a_rank_has_yet_to_receive_the_whole_first_one() -> None:
+    ranks, new = Ranks(), planning.plan_group(CLUSTER, NODES, rates={f"{NODES[0]}->core": 1e6})
+    first, second = ranks.guides
+    second.wait_for_plan()
+    second.replace(new)
+    first.wait_for_plan(is_whole=True)
+    first.replace(new)
+    assert first.wait_for_plan(is_whole=True) == second.wait_for_plan(is_whole=True) == new
 
 
 def test_who_has_the_least_of_a_processor_sets_what_messages_cost() -> None:

@@ -345,13 +345,15 @@ class RingweaveProcessGroup(NativeProcessGroup):
         """
         return self._engine.allgather_small(row, self._gloo.options._timeout.total_seconds(), is_aside=True)
 
-    def wait_for_plan(self) -> "Plan":
+    def wait_for_plan(self, *, is_whole: bool = False) -> "Plan":
         """Return the group's plan, once this rank has it from the first rank; otherwise the first collective waits.
+
+        `is_whole`: with all collectives and wire formats, which a generation's group plans later; all ranks ask for it.
 
         Raises:
             PeerError: It did not come within the group's timeout, or before the group was aborted.
         """
-        return self._engine.wait_for_plan()
+        return self._engine.wait_for_plan(is_whole=is_whole)
 
     @property
     def measured_network(self) -> "NetworkMeasurement | None":

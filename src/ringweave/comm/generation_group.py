@@ -103,10 +103,10 @@ class GenerationGroups:
         return self._reduce_group
 
     def plan(self) -> "Plan":
-        """Return the plan of the group in which gradients are summed, which is known since the group was formed."""
+        """Return the whole plan of the group in which gradients are summed; all members call it."""
         group = self._reduce_group or dist.group.WORLD
         assert isinstance(group, RingweaveProcessGroup), "made here"
-        return group.wait_for_plan()
+        return group.wait_for_plan(is_whole=True)
 
     def allgather_small(self, row: Tensor) -> Tensor:
         """Return the row of each reducing member, (num_members, width), from (width,) of each; a barrier.

@@ -25,7 +25,7 @@ from ringweave.schedules import CollectiveKind
 
 _MAX_CHOICES = 4096
 
-_PLAN_KEY = "plan"
+_PLAN_KEY, _WHOLE_PLAN_KEY = "plan", "whole-plan"
 MAX_SHARED_PLAN_BYTES = 3 * plans.MAX_PLAN_BYTES
 """Limit on the first rank's message: the plan's text in JSON, where quotation marks take two bytes each, and the
 winners."""
@@ -41,45 +41,72 @@ class GroupPlan:
 
     Among several nodes the first rank makes it and sends its text to the others, so that all compute with the same
     numbers; within one node it does so where the group is to be tuned. The winners of earlier runs are sent along.
+
+    A group that all members wait for begins with a plan of exact allreduces. The whole plan follows when a collective
+    first needs more of it, which is the same one on all ranks.
     """
 
     def __init__(
         self,
-        make: Callable[[], Plan],
+        make: Callable[[bool], Plan],
         load: Callable[[Plan], Mapping[str, str] | None],
         broadcast: "PlanBroadcast | None",
+        *,
+        is_whole: bool = True,
     ) -> None:
         """Without `broadcast`, nothing is sent: every rank makes the plan itself, and the group is not tuned.
 
-        `load`: winner of each message class with this plan in earlier runs; None if the group is not to be tuned.
+        Args:
+            make: Makes the plan: the whole one, or, called with False, that of exact allreduces.
+            load: Winner of each message class with this plan in earlier runs; None if the group is not to be tuned.
+            broadcast: Way from the first rank to the others.
+            is_whole: Begin with the whole plan.
         """
         self._make = make
         self._broadcast = broadcast
+        self._is_whole = self._begins_whole = is_whole
         self._lock = threading.Lock()
         self._plan: Plan | None = None
+        self._first: Plan | None = None
         self._tuned: Mapping[str, str] | None = None
         self._choices: dict[tuple[CollectiveKind, int, str | None, int | None, str], ScheduleChoice] = {}
         self._is_aborted = False
         if broadcast is not None and broadcast.group.group_rank == 0:
-            self._plan = make()
+            self._plan = self._first = make(is_whole)
             self._tuned = load(self._plan)
             broadcast.send(self._plan, self._tuned)
 
-    def wait_for_plan(self, timeout_s: float | None = None) -> Plan:
+    def wait_for_plan(self, timeout_s: float | None = None, *, is_whole: bool = False) -> Plan:
         """Return the plan; wait at most `timeout_s` for the first rank, or the group's timeout if None.
+
+        Args:
+            timeout_s: Limit.
+            is_whole: More than exact allreduces is needed; all ranks ask for that.
 
         Raises:
             PeerError: It did not come in time, or before the group was aborted.
         """
         with self._lock:
-            if self._plan is not None:
-                return self._plan
-            if self._broadcast is None:
-                plan, self._tuned = self._make(), None
-            else:
-                plan, self._tuned = self._broadcast.receive(timeout_s, lambda: self._is_aborted)
-            self._plan = plan
-            return plan
+            if self._plan is None:
+                self._plan, self._tuned = self._obtain(timeout_s, is_whole=self._begins_whole)
+                self._first = self._plan
+            if is_whole and not self._is_whole:
+                whole, _ = self._obtain(timeout_s, is_whole=True)
+                if self._plan is self._first:  # a survey may have replaced it
+                    self._plan = whole
+                self._is_whole = True
+            return self._plan
+
+    def _obtain(self, timeout_s: float | None, *, is_whole: bool) -> tuple[Plan, Mapping[str, str] | None]:
+        """Make a plan, or receive it from the first rank."""
+        key = _PLAN_KEY if is_whole == self._begins_whole else _WHOLE_PLAN_KEY
+        if self._broadcast is None:
+            return self._make(is_whole), None
+        if self._broadcast.group.group_rank > 0:
+            return self._broadcast.receive(timeout_s, lambda: self._is_aborted, key)
+        plan = self._make(is_whole)
+        self._broadcast.send(plan, None, key)
+        return plan, None
 
     def abort(self) -> None:
         """Wake any thread that waits for the plan: the group has ended."""
@@ -149,19 +176,20 @@ class PlanBroadcast:
     sleep: Callable[[float], None] = time.sleep
     """Called between two polls."""
 
-    def send(self, plan: Plan, tuned: Mapping[str, str] | None) -> None:
+    def send(self, plan: Plan, tuned: Mapping[str, str] | None, key: str = _PLAN_KEY) -> None:
         """Publish the plan; called on the first rank."""
         known = None if tuned is None else dict(tuned)
-        self.store.set(_PLAN_KEY, json.dumps({"plan": str(plan), "tuned": known}))
+        self.store.set(key, json.dumps({"plan": str(plan), "tuned": known}))
 
     def receive(
-        self, timeout_s: float | None = None, is_aborted: Callable[[], bool] = lambda: False
+        self, timeout_s: float | None = None, is_aborted: Callable[[], bool] = lambda: False, key: str = _PLAN_KEY
     ) -> tuple[Plan, Mapping[str, str] | None]:
         """Return the plan and winners that the first rank sent.
 
         Args:
             timeout_s: Limit; the first rank may still be measuring the network. None is the group's timeout.
             is_aborted: Whether the group was aborted.
+            key: Key in the store.
 
         Raises:
             PeerError: Nothing came in time, or before the abort.
@@ -170,14 +198,14 @@ class PlanBroadcast:
         effective_timeout_s = self.timeout.total_seconds() if timeout_s is None else timeout_s
         deadline, poll_s = self.clock() + effective_timeout_s, _FIRST_POLL_S
         try:
-            while not self.store.check([_PLAN_KEY]):
+            while not self.store.check([key]):
                 if is_aborted():
                     raise self._missing_plan_error("before the group was cut")
                 if self.clock() >= deadline:
                     raise self._missing_plan_error(f"within {effective_timeout_s:g} s")
                 self.sleep(poll_s)
                 poll_s = min(2 * poll_s, _MAX_POLL_S)
-            value = self.store.get(_PLAN_KEY)
+            value = self.store.get(key)
         except PeerError:
             raise
         except RuntimeError as cause:

@@ -193,14 +193,16 @@ def plan_group(
         assumptions: Values that the cluster file lacks; None is the default ones.
         leader_per_nic: Give each NIC of a node a leader in the matrix, not just each node.
         kinds: Collectives to plan, besides allreduce; None is all of `PLANNED_KINDS` in groups of up to
-            `MAX_RANKS_FOR_ALL_KINDS` ranks, and none in larger ones.
+            `MAX_RANKS_FOR_ALL_KINDS` ranks, and none in larger ones. Without any by request, allreduces are planned
+            exact only, and otherwise in wire formats too, in groups of up to that size.
         on_progress: Called with a short text at each stage of the computation.
 
     Raises:
         ClusterError: A node or a link is not in the cluster, or a rate is not positive.
 
     Cost:
-        About 10 ms for 8 ranks; where unequal racks need the linear program, its first use loads HiGHS.
+        About 90 ms for 8 ranks, and 13 ms for exact allreduces alone (measured); where unequal racks need the linear
+        program, its first use loads HiGHS.
     """
     net = cost.group_network(cluster, nodes, rates)
     layout = lay_out_ranks(cluster, net, nodes, leader_per_nic=leader_per_nic)
@@ -238,7 +240,8 @@ def plan_group(
         block_stripe=blocks.block_stripe() if others else None,
         collectives=(("allreduce", candidates.collective_plan(bound)),),
     )
-    plan = dataclasses.replace(plan, wires=_plan_wires(plan, net, candidates.assumptions))
+    if kinds is None or kinds:
+        plan = dataclasses.replace(plan, wires=_plan_wires(plan, net, candidates.assumptions))
     planned = [(kind, _plan_collective(plan, net, kind, candidates.assumptions, blocks.left_out)) for kind in others]
     return dataclasses.replace(plan, collectives=(*plan.collectives, *planned))
 

@@ -203,6 +203,12 @@ class Plan:
         return dict(self.collectives).get(kind)
 
     @property
+    def exact_allreduces(self) -> "Plan":
+        """The same plan without other collectives and wire formats."""
+        planned = (("allreduce", self._allreduce),)
+        return replace(self, block_stripe=None, collectives=planned, wires=())
+
+    @property
     def demands(self) -> tuple[tuple[str, ScheduleDemand], ...]:
         """Basis of the predicted times of each considered allreduce."""
         return self._allreduce.demands

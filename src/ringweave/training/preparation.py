@@ -427,7 +427,7 @@ def _predicted_wires_s(script: Script, environment: WorkerEnvironment) -> dict[s
     group, num_bytes = dist.group.WORLD, _encodable_bytes(script.model)
     if not (script.is_wire_open and num_bytes and isinstance(group, RingweaveProcessGroup)):
         return None
-    found = group.wait_for_plan().allreduce_s_by_wire(num_bytes, environment.schedule)
+    found = group.wait_for_plan(is_whole=True).allreduce_s_by_wire(num_bytes, environment.schedule)
     return found if len(found) > 1 and all(map(math.isfinite, found.values())) else None
 
 

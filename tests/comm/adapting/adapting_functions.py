@@ -172,6 +172,9 @@ class Scripted:
         del where, known
         self.plan, self.rates, self.winners, self.num_rules = plan, {}, {}, 0
 
+    def complete_plan(self, whole: Plan) -> None:
+        assert whole.nodes == self.plan.nodes
+
     def decide(self, report: TuningReport, now_s: float) -> TuningDecision:
         self.num_rules += 1
         phases = ((SurveyStream(0, 1, 200_000), SurveyStream(1, 0, 200_000)),)

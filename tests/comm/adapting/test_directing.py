@@ -37,7 +37,7 @@ class Guide:
         self.limits_s: list[float | None] = []
         self.is_cut = False
 
-    def wait_for_plan(self, timeout_s: float | None = None) -> Any:
+    def wait_for_plan(self, timeout_s: float | None = None, *, is_whole: bool = False) -> Any:
         self.limits_s.append(timeout_s)
         return "plan"
 
@@ -55,6 +55,9 @@ class Adviser:
     def __init__(self, rulings: Iterator[TuningDecision]) -> None:
         self.rulings = rulings
         self.reports: list[TuningReport] = []
+
+    def complete_plan(self, whole: Any) -> None:
+        assert whole == "plan"
 
     def decide(self, report: TuningReport, now_s: float) -> TuningDecision:
         self.reports.append(report)

@@ -39,6 +39,12 @@ def test_groups_that_all_wait_for_simulate_nothing(
     scribe = GroupEventLog(None, 0, group)
     limit = timedelta(seconds=60)
     director = make_selector(HashStore(), MEMBERS, WorkerEnvironment.from_environ({}), where, limit, scribe)
-    ruling = director._make_autotuner(director.plan).decide(TuningReport(num_bytes=10**6), 0.0)
-    assert ruling.is_trial
+    adviser = director._make_autotuner(director.wait_for_plan())
+    assert adviser.decide(TuningReport(num_bytes=10**6), 0.0).is_trial
     assert len(simulated) == expected
+    # And they begin with what a sum of gradients needs; the rest is planned for whoever asks.
+    assert (director.wait_for_plan().collective("allgather") is None) == (expected == 0)
+    assert director.wait_for_plan(is_whole=True).collective("allgather") is not None
+    adviser.complete_plan(director.wait_for_plan())
+    assert adviser.decide(TuningReport(num_bytes=10**6, kind="allgather"), 0.0).is_trial
+    assert adviser.plan.collective("allgather") is not None

@@ -277,7 +277,7 @@ def try_nccl_beside_schedules(num_collectives: int) -> tuple[list[tuple[int, ...
         dist.broadcast(shared, root)
         assert torch.equal(script.read(summed), rank_functions.expected(inputs, dist.ReduceOp.SUM)), number
         assert torch.equal(script.read(shared), inputs[root]), number
-    order = group._engine._selector.plan.ring_order
+    order = group._engine._selector.wait_for_plan().ring_order
     script.close()
     return nccl.orders, order, group.collectives_by_schedule()
 

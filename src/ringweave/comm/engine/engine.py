@@ -246,13 +246,13 @@ class CollectiveEngine:
             self._counters.begin_collective()
             return self._submit(job, channel)
 
-    def wait_for_plan(self) -> Plan:
-        """Return the group's plan, once it is known.
+    def wait_for_plan(self, *, is_whole: bool = False) -> Plan:
+        """Return the group's plan, once it is known; see `ScheduleSelector.wait_for_plan`.
 
         Raises:
             PeerError: It did not come in time, or before the group was aborted.
         """
-        return self._selector.plan
+        return self._selector.wait_for_plan(is_whole=is_whole)
 
     def allgather_small(self, row: Tensor, timeout_s: float, *, is_aside: bool = False) -> Tensor:
         """Return a short row of each rank, (group_size, width), from (width,) of each (`ControlTree.allgather`).

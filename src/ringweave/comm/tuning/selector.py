@@ -211,7 +211,7 @@ class ScheduleSelector:
             PeerError: The first rank did not send the plan in time.
             UsageError: The group cannot run the forced schedule.
         """
-        self._group_plan.wait_for_plan(timeout_s)
+        self._group_plan.wait_for_plan(timeout_s, is_whole=request.kind != "allreduce" or request.wire != EXACT)
         if request.wire != EXACT:
             request = replace(request, wire=self._wire_of(request))
         with self._changed:
@@ -269,14 +269,15 @@ class ScheduleSelector:
         request = pending.request
         self._timings.record(decision.version, request.kind, decision.choice, request.num_bytes, seconds)
 
-    @property
-    def plan(self) -> Plan:
-        """Current plan of the group.
+    def wait_for_plan(self, *, is_whole: bool = False) -> Plan:
+        """Return the current plan of the group; it may have exact allreduces only.
+
+        `is_whole`: with all collectives and wire formats; all ranks ask for that.
 
         Raises:
             PeerError: The first rank did not send it in time.
         """
-        return self._group_plan.wait_for_plan()
+        return self._group_plan.wait_for_plan(is_whole=is_whole)
 
     def flush_timings(self) -> None:
         """Write the recorded times to the event log."""
@@ -351,6 +352,7 @@ class ScheduleSelector:
             return str(RANKS_DIFFER)
         if self._autotuner is None:
             self._autotuner = self._make_autotuner(self._group_plan.wait_for_plan())
+        self._autotuner.complete_plan(self._group_plan.wait_for_plan())
         decision = self._autotuner.decide(report, self._clock())
         self._log_events(self._autotuner)
         return str(decision)
@@ -430,9 +432,9 @@ _FORMAT = "ringweave-tuning-3"
 class TuningCache:
     """Winners of earlier trials: one file per plan and software version, replaced atomically.
 
-    The plan's text contains the nodes of all ranks and the rates of all links, so another cluster, placement or
-    measured rate is another file. Winners older than `MAX_AGE_S` are ignored, so that disturbed trials do not count for
-    ever.
+    The text of the plan's exact allreduces contains the nodes of all ranks and the rates of all links, so another
+    cluster, placement or measured rate is another file. Winners older than `MAX_AGE_S` are ignored, so that disturbed
+    trials do not count for ever.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
@@ -481,7 +483,7 @@ class TuningCache:
 
     def _path(self, plan: Plan) -> Path:
         versions = [importlib.metadata.version("ringweave"), importlib.metadata.version("torch")]
-        digest = hashlib.sha256("\n".join([*versions, str(plan)]).encode()).hexdigest()
+        digest = hashlib.sha256("\n".join([*versions, str(plan.exact_allreduces)]).encode()).hexdigest()
         return self._folder / f"{digest[:32]}.json"
 
 
@@ -534,6 +536,8 @@ def make_selector(
                 cache.save(adviser.plan, adviser.winners)
 
     broadcast = PlanBroadcast(store, group, timeout) if plan_choice.is_plan_shared(group, environment) else None
-    group_plan = GroupPlan(lambda: placement.plan(rates), load, broadcast)
+    # Likewise a plan is made in parts: each survivor of a failure waits for the first.
+    make = lambda is_whole: placement.plan(rates, is_whole=is_whole)  # noqa: E731
+    group_plan = GroupPlan(make, load, broadcast, is_whole=not is_awaited)
     timings = ScheduleTimings(event_log.log if group.group_rank == 0 else None, event_log.rank, event_log.group)
     return ScheduleSelector(group_plan, group, make_autotuner, log_events, timings)

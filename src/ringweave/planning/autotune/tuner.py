@@ -4,6 +4,7 @@ import enum
 import functools
 import math
 import statistics
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -114,10 +115,14 @@ class GroupPlacement:
     def num_nodes(self) -> int:
         return len(set(self.nodes))
 
-    def plan(self, rates: Mapping[str, float]) -> Plan:
-        """Return the plan for these link rates, which override those known before."""
+    def plan(self, rates: Mapping[str, float], *, is_whole: bool = True) -> Plan:
+        """Return the plan for these link rates, which override those known before.
+
+        Unless `is_whole`, it has exact allreduces only, the same as in the whole plan.
+        """
         known = tuple(sorted({**self.rates, **rates}.items()))
-        return _plan_cached(self.cluster, self.nodes, known, self.assumptions, self.leader_per_nic)
+        with _PLANNING:
+            return _plan_cached(self.cluster, self.nodes, known, self.assumptions, self.leader_per_nic, is_whole)
 
     def network(self, rates: Mapping[str, float]) -> cost.GroupNetwork:
         return cost.group_network(self.cluster, self.nodes, {**self.rates, **rates})
@@ -142,6 +147,10 @@ class GroupPlacement:
         return simulated.estimate_candidates(plan, self.cluster, num_bytes, rates=known, machine=machine)
 
 
+_PLANNING = threading.Lock()
+"""Held while a plan is made: another thread that wants the same one waits for it."""
+
+
 @functools.lru_cache(maxsize=16)
 def _plan_cached(
     cluster: Cluster,
@@ -149,9 +158,17 @@ def _plan_cached(
     rates: tuple[tuple[str, float], ...],
     assumptions: Assumptions | None,
     leader_per_nic: bool,
+    is_whole: bool,
 ) -> Plan:
     """Cache plans: an elastic job forms one group after another, and two at once when a worker joins."""
-    return plan_group(cluster, nodes, rates=dict(rates), assumptions=assumptions, leader_per_nic=leader_per_nic)
+    return plan_group(
+        cluster,
+        nodes,
+        rates=dict(rates),
+        assumptions=assumptions,
+        leader_per_nic=leader_per_nic,
+        kinds=None if is_whole else (),
+    )
 
 
 NATIVE_EQUIVALENT = "ring"
@@ -464,6 +481,11 @@ class Autotuner:
     @property
     def plan(self) -> Plan:
         return self._plan
+
+    def complete_plan(self, whole: Plan) -> None:
+        """Take the whole plan in place of the same one with exact allreduces only."""
+        if len(whole.collectives) > len(self._plan.collectives):
+            self._plan = whole
 
     def take_events(self) -> list[TuningEvent]:
         """Return the events since the last call."""
