@@ -6,6 +6,7 @@ samples by those that the surviving workers would have done without faults.
 """
 
 import itertools
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -181,13 +182,18 @@ def count_steps(events: Iterable[Event]) -> tuple[list[CompletedStep], int]:
 def _fault_recovery(
     time_s: float, fault: Fault, begun: Sequence[tuple], done: Sequence[CompletedStep], begin_s: float
 ) -> FaultRecovery:
-    """Find the longest gap between steps that ends after the fault and begins before its effect ends."""
+    """Find the longest gap between steps that ends after the fault and begins before its effect ends.
+
+    The step during which the next fault comes is the next one's, unless it is late by then.
+    """
     later = min((other for other, _ in begun if other > time_s), default=float("inf"))
     last_s = min(later, time_s + fault.lasts_s + HORIZON_S)
+    steps = [(after.time_s - before.time_s, before.time_s, after.time_s) for before, after in itertools.pairwise(done)]
+    usual_s = statistics.median(seconds for seconds, *_ in steps) if steps else 0.0
     gaps = [
-        (after.time_s - before.time_s, after.time_s)
-        for before, after in itertools.pairwise(done)
-        if after.time_s > time_s and before.time_s < last_s
+        (seconds, end_s)
+        for seconds, from_s, end_s in steps
+        if end_s > time_s and from_s < last_s and (end_s <= later or from_s < later - usual_s)
     ]
     stall_s, end_s = max(gaps, key=lambda gap: gap[0], default=(None, None))
     return FaultRecovery(

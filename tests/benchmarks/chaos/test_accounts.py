@@ -90,6 +90,21 @@ def test_while_one_worker_goes_on_those_that_join_it_lose_nothing() -> None:
     assert found.recoveries[0].recover_s == pytest.approx(0.5)
 
 
+def test_a_step_in_which_the_next_worker_is_killed_is_no_recovery_of_the_first_one() -> None:
+    """Steps at 100 to 110, 111.5 to 120.5 and 123 on; kills at 110.5 and 121."""
+    events = [*begin(), *steps(1, 11, 100.0, ranks=1), fault("at 10s kill worker 1", 110.5), watched(1, 111)]
+    events += [*steps(12, 21, 111.5, ranks=1), fault("at 21s kill worker 1", 121.0), watched(1, 121.5)]
+    first, second = judge([*events, *steps(22, 40, 123.0, ranks=1)]).recoveries
+    assert (first.stall_s, first.recover_s) == (pytest.approx(1.5), pytest.approx(1.0))
+    assert (second.stall_s, second.recover_s) == (pytest.approx(2.5), pytest.approx(2.0))
+
+
+def test_a_stall_that_outlasts_the_next_kill_belongs_to_both() -> None:
+    events = [*begin(), *steps(1, 11, 100.0, ranks=1), fault("at 10s kill worker 1", 110.5)]
+    events += [fault("at 15s kill worker 1", 115.5), *steps(12, 40, 130.0, ranks=1)]
+    assert [each.stall_s for each in judge(events).recoveries] == [pytest.approx(20.0)] * 2
+
+
 def epoch(time: float, members: list[str], newcomers: list[str]) -> dict[str, Any]:
     return {
         "time": time,
