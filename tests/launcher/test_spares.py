@@ -292,7 +292,9 @@ def test_one_spare_after_another_is_started_and_the_one_that_is_taken_is_replace
     pool.refill_until(lambda: len(pool.ready) == 3, "a third one")
     pool.pool.close()
     pool.pool.refill()
-    assert [process.returncode for process in pool.started] == [0, -signal.SIGKILL, -signal.SIGKILL]
+    ends = [process.returncode for process in pool.started]
+    assert ends[0] == 0
+    assert set(ends[1:]) <= {0, -signal.SIGKILL}, "it ends with its channel, or is killed"
     assert (len(pool.started), pool.take()) == (3, None)
 
 

@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from ringweave import telemetry
-from ringweave.cli import export
+from ringweave.cli import export, main
 from ringweave.cli.export import ExportedEvents, follow_run
 from ringweave.errors import LaunchError, UsageError
 from ringweave.jobs.states import JobState
@@ -148,6 +148,28 @@ def test_sigterm_ends_an_export_also_where_sigint_is_ignored(tmp_path: Path) -> 
         process.send_signal(signal.SIGINT)
         process.terminate()
         assert process.wait(60) == 0
+
+
+class InterruptedExporter(exporters.Exporter):
+    """A signal comes while it works."""
+
+    num_whole = num_closed = 0
+
+    def export(self, events: Sequence[dict[str, Any]]) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        self.num_whole += 1
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+def test_a_signal_interrupts_no_exporter_at_its_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception in the midst of it could leave one of its locks held, and its end would wait for ever."""
+    target = InterruptedExporter()
+    monkeypatch.setattr(exporters, "TensorBoardExporter", lambda folder: target)
+    run = synthetic.write_run(tmp_path / "run", 2, 2 * export.MAX_BATCH, outcome="done")
+    assert main.run_command_line(["export", str(run), "--tensorboard", str(tmp_path / "curves")]) == 0
+    assert (target.num_whole, target.num_closed) == (1, 1)
 
 
 def last_round(lines: list[LogLine]) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
 """`ringweave export`: reads the events of a run, while it goes on or afterwards, and feeds exporters with them."""
 
+import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
@@ -11,6 +11,7 @@ import click
 from ringweave.cli import job_options
 from ringweave.cli.echo import echo
 from ringweave.errors import UsageError, printable
+from ringweave.launcher.supervise import collect_interrupts
 from ringweave.page.run_source import MAX_WAITING_LINES, JobReader
 from ringweave.telemetry import Event, exporters
 from ringweave.telemetry.exporters import Exporter
@@ -23,11 +24,22 @@ MAX_BATCH = 1000
 by the times of their events."""
 
 
+class _InterruptedError(Exception):
+    """The user wants the export to end."""
+
+
 class ExportedEvents:
     """Feeds exporters with the events of a job, in batches by their times; sums are of its newest attempt or round."""
 
-    def __init__(self, metrics: RunMetrics, targets: Sequence[Exporter], max_batch: int = MAX_BATCH) -> None:
-        self._metrics, self._targets, self._max_batch = metrics, targets, max_batch
+    def __init__(
+        self,
+        metrics: RunMetrics,
+        targets: Sequence[Exporter],
+        max_batch: int = MAX_BATCH,
+        interrupts: Sequence[signal.Signals] = (),
+    ) -> None:
+        """Once there are `interrupts`, no more batches are exported; they raise an error instead."""
+        self._metrics, self._targets, self._max_batch, self._interrupts = metrics, targets, max_batch, interrupts
         self._events: list[Event] = []
 
     def begin_attempt(self, round_: int | None = None) -> None:
@@ -44,6 +56,8 @@ class ExportedEvents:
 
     def export(self) -> bool:
         """Export the batch; return whether there were events in it."""
+        if self._interrupts:
+            raise _InterruptedError
         events, self._events = sorted(self._events, key=lambda event: event["time"]), []
         for event in events:
             self._metrics.add(event)
@@ -53,11 +67,15 @@ class ExportedEvents:
 
 
 def follow_run(
-    reader: JobReader, metrics: RunMetrics, targets: Sequence[Exporter], sleep: Callable[[float], None] = time.sleep
+    reader: JobReader,
+    metrics: RunMetrics,
+    targets: Sequence[Exporter],
+    sleep: Callable[[float], None] = time.sleep,
+    interrupts: Sequence[signal.Signals] = (),
 ) -> None:
-    """Feed the exporters until the run is over and all of its events are read."""
+    """Feed the exporters until the run is over and all of its events are read, or there are `interrupts`."""
     # From elsewhere the events of one node come after those of another, and are put in order by the batch alone.
-    exported = ExportedEvents(metrics, targets, MAX_BATCH if reader.has_files else MAX_WAITING_LINES)
+    exported = ExportedEvents(metrics, targets, MAX_BATCH if reader.has_files else MAX_WAITING_LINES, interrupts)
     if not reader.has_files:
         reader.follow_logs(events_only=True)
     while True:
@@ -111,24 +129,11 @@ def command(  # noqa: PLR0913, PLR0917 - one for each option
     if not made:
         do = "Name one or more, such as --prometheus 9471"
         raise UsageError("exporters", got="none", expected="at least one", do=do, where="ringweave export")
-    with _opened(made) as targets:
-        follow_run(reader, metrics, targets)
-        while keep_serving and prometheus is not None:
+    # Ctrl-C and SIGTERM end the export, not the run, and none of them in the midst of an exporter's own locks.
+    with collect_interrupts() as interrupts, contextlib.ExitStack() as stack:
+        targets = [stack.enter_context(contextlib.closing(make())) for make in made]
+        with contextlib.suppress(_InterruptedError):
+            follow_run(reader, metrics, targets, interrupts=interrupts)
+        while keep_serving and prometheus is not None and not interrupts:
             time.sleep(POLL_S)
     return 0
-
-
-@contextmanager
-def _opened(made: Sequence[Callable[[], Exporter]]) -> Iterator[list[Exporter]]:
-    """Make the exporters, and close them all; Ctrl-C and SIGTERM end the export, not the run."""
-    targets: list[Exporter] = []
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        targets += (make() for make in made)
-        yield targets
-    except KeyboardInterrupt:
-        return
-    finally:
-        for target in targets:
-            target.close()
-        signal.signal(signal.SIGTERM, before)
