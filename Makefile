@@ -40,8 +40,11 @@ demo: setup
 TEST_PROCESSES ?= 5
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal
 # DEMAND="lab browser": what needs a lab or a browser fails where there is none, and is not skipped.
+# What fails beside thousands of others is run once more by itself, and named in any case (docs/decisions/0062-*.md).
 test: setup
-	$(PYTEST) $(DEMAND:%=--demand %)
+	@$(PYTEST) $(DEMAND:%=--demand %); code=$$?; if [ $$code -ne 1 ]; then exit $$code; fi; \
+	echo "Failed beside the other tests; once more, one after the other:"; \
+	$(BIN)/pytest -vv --last-failed --maxfail 3 -p no:randomly $(DEMAND:%=--demand %)
 
 # Once and again: `make test` takes few examples, always the same ones.
 test-thorough: setup
