@@ -72,8 +72,8 @@ def test_only_the_node_whose_step_was_killed_is_retried(jobs):
 
 
 def test_in_an_elastic_job_the_others_train_on_while_a_killed_step_is_replaced(jobs):
-    nodes = "[{name: big, capacity: 3}, {name: small, capacity: 3}]"
-    jobs.submit(until_back.SCRIPT, "elastic: {min: 3}\nmode: sync\n", gpus=6, nodes=nodes)
+    nodes = "[{name: big, capacity: 2}, {name: small, capacity: 2}]"
+    jobs.submit(until_back.SCRIPT, "elastic: {min: 2}\nmode: sync\nmin_per_node: 1\n", gpus=4, nodes=nodes)
     wait_until(lambda: any('"step": 5' in line for line in jobs.lines(node="small")), jobs.story)
     (pid,) = agents(jobs, "small")
     os.kill(pid, signal.SIGKILL)
@@ -82,7 +82,7 @@ def test_in_an_elastic_job_the_others_train_on_while_a_killed_step_is_replaced(j
     said = [json.loads(line) for line in jobs.lines(rank=0) if line.startswith("{")]
     steps = [each["step"] for each in said if "step" in each]
     assert steps == list(range(1, len(steps) + 1)), "no step was lost"
-    assert {len(each["members"]) for each in said if "step" in each} >= {3, 6}
+    assert {len(each["members"]) for each in said if "step" in each} >= {2, 4}
     assert len({json.loads(line)["sum"] for line in jobs.lines() if '"sum"' in line}) == 1
 
 
@@ -125,7 +125,7 @@ def test_what_slurm_waits_for_is_told_and_a_waiting_job_can_be_taken_back(jobs):
     jobs.wait_idle()
 
 
-def test_suspended_while_it_runs_it_gives_its_machines_back_and_goes_on_in_others(jobs):
+def test_suspended_it_goes_on_in_other_machines_and_cancelled_by_slurms_own_command_it_can_be_tried_again(jobs):
     jobs.submit(WAITS)
     jobs.wait_printed("began", 15)
     jobs.service.act("text", "suspend")
@@ -133,14 +133,7 @@ def test_suspended_while_it_runs_it_gives_its_machines_back_and_goes_on_in_other
     assert jobs.view().state == "Suspended"
     jobs.service.act("text", "resume")
     jobs.wait_printed("began", 30)
-    (jobs.folder / "go").touch()
-    view = jobs.wait("Succeeded")
-    assert [node.retries for node in view.used_nodes] == [0, 0]
-
-
-def test_cancelled_by_slurms_own_command_it_is_stopped_and_can_be_tried_again(jobs):
-    jobs.submit(WAITS)
-    jobs.wait_printed("began", 15)
+    assert [node.retries for node in jobs.view().used_nodes] == [0, 0]
     jobs.cluster.run_command("scancel", "--name=rw-text")
     view = jobs.wait("Stopped")
     assert any(event.kind == "AllocationEnded" and "CANCELLED" in event.text for event in view.events)
