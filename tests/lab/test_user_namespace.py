@@ -194,8 +194,11 @@ def test_the_duty_cycle_leaves_a_device_its_quota_and_nothing_stays_stopped(user
 
 # tests/lab/test_crashes.py kills it at every point; here it is the pause process that has to clear it away.
 @pytest.mark.parametrize(
-    "after_s", [pytest.param(each, marks=pytest.mark.thorough if each in (0.1, 0.3, 0.6) else ()) for each in
-                (0.1, 0.2, 0.3, 0.4, 0.6)]
+    "after_s",
+    [
+        pytest.param(each, marks=pytest.mark.thorough if each in (0.1, 0.3, 0.6) else ())
+        for each in (0.1, 0.2, 0.3, 0.4, 0.6)
+    ],
 )
 def test_an_up_that_is_killed_leaves_nothing(user: OrdinaryUser, after_s: float) -> None:
     with subprocess.Popen(

@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import os
 import random
 import shutil
 import signal
@@ -147,7 +148,30 @@ def test_sigterm_ends_an_export_also_where_sigint_is_ignored(tmp_path: Path) -> 
         wait_until(lambda: any(curves.glob("*")) or process.poll() is not None)
         process.send_signal(signal.SIGINT)
         process.terminate()
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
+
+
+class SignalledEvents(KeptEvents):
+    """Gets signals in the midst of an export."""
+
+    num_signals = 1
+
+    def export(self, events: Any) -> None:
+        for _ in range(self.num_signals):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.001)  # here the handler runs
+        super().export(events)
+
+
+@pytest.mark.parametrize(("num_signals", "is_whole"), [(1, True), (2, False)])
+def test_a_signal_waits_for_the_end_of_an_export_and_a_second_one_does_not(num_signals: int, is_whole: bool) -> None:
+    """Raised inside of a library, the exception could leave a lock taken for which `close` would wait."""
+    target, before = SignalledEvents(), signal.getsignal(signal.SIGTERM)
+    target.num_signals = num_signals
+    with export._interrupts_between_exports() as interrupts, pytest.raises(KeyboardInterrupt):
+        export._HeldExporter(target, interrupts).export(run_events())
+    assert bool(target.seen) is is_whole
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def last_round(lines: list[LogLine]) -> list[dict[str, Any]]:

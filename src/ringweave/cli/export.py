@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import click
 
@@ -111,24 +112,70 @@ def command(  # noqa: PLR0913, PLR0917 - one for each option
     if not made:
         do = "Name one or more, such as --prometheus 9471"
         raise UsageError("exporters", got="none", expected="at least one", do=do, where="ringweave export")
-    with _opened(made) as targets:
-        follow_run(reader, metrics, targets)
-        while keep_serving and prometheus is not None:
-            time.sleep(POLL_S)
+    targets: list[Exporter] = []
+    with _interrupts_between_exports() as interrupts:
+        try:
+            for make in made:
+                with interrupts.held():
+                    targets.append(_HeldExporter(make(), interrupts))
+            follow_run(reader, metrics, targets)
+            while keep_serving and prometheus is not None:
+                time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            for target in targets:
+                target.close()
     return 0
 
 
+class _Interrupts:
+    """Raises KeyboardInterrupt for a signal, but not inside of an exporter's library, whose locks could stay taken."""
+
+    def __init__(self) -> None:
+        self._is_held = self._is_due = False
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal; a second one does not wait."""
+        del number, frame
+        if not self._is_held or self._is_due:
+            raise KeyboardInterrupt
+        self._is_due = True
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Delay the exception for a signal to the end of the block."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held, is_due, self._is_due = False, self._is_due, False
+        if is_due:
+            raise KeyboardInterrupt
+
+
+class _HeldExporter(Exporter):
+    """Exporter in whose calls a signal raises nothing."""
+
+    def __init__(self, target: Exporter, interrupts: _Interrupts) -> None:
+        self._target, self._interrupts = target, interrupts
+
+    def export(self, events: Sequence[Event]) -> None:
+        with self._interrupts.held():
+            self._target.export(events)
+
+    def close(self) -> None:
+        self._target.close()
+
+
 @contextmanager
-def _opened(made: Sequence[Callable[[], Exporter]]) -> Iterator[list[Exporter]]:
-    """Make the exporters, and close them all; Ctrl-C and SIGTERM end the export, not the run."""
-    targets: list[Exporter] = []
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _interrupts_between_exports() -> Iterator[_Interrupts]:
+    """Let Ctrl-C and SIGTERM end the export, not the run; an ignored SIGINT stays ignored."""
+    interrupts = _Interrupts()
+    wanted = {signal.SIGTERM} | ({signal.SIGINT} if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else set())
+    before = {each: signal.signal(each, interrupts.interrupt) for each in wanted}
     try:
-        targets += (make() for make in made)
-        yield targets
-    except KeyboardInterrupt:
-        return
+        yield interrupts
     finally:
-        for target in targets:
-            target.close()
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
