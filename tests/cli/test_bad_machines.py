@@ -59,8 +59,8 @@ from ringweave.platforms.local import registry, supervisor
 condition, commands = sys.argv[1], json.loads(sys.argv[2])
 supervisor.ensure_supervisor = lambda state, job_id, environ: None
 registry.LOCK_TIMEOUT_S = 0.05
-if condition.endswith(("registry", "registry at all", "output", "pipe")):
-    # What the process that tries torch meets is as on any machine: it has no registry, and writes to a pipe.
+if condition.endswith(("registry", "registry at all", "output", "pipe", "folder")):
+    # What the process that tries torch meets is as on any machine: it has no registry and writes no file, but a pipe.
     torch_trial.__file__ = os.path.abspath("trial.py")
 jobs = os.path.join(os.environ["XDG_STATE_HOME"], "ringweave", "jobs.sqlite")
 submitted = ["submit", "-y", "--detach", "--name", "old", "--cpu-workers", "3", "--capacity", "3", "--script", "job.py"]
