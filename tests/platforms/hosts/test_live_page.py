@@ -16,7 +16,7 @@ import pytest
 from ringweave.launcher.node_context import free_port
 from ringweave_bench import ssh_lab
 from ringweave_bench.ssh_lab import SshLab
-from tests import demands
+from tests import demands, polling
 from tests.page.live_runs import MEASURED, OVER, READER, read_page, training
 from tests.platforms.hosts.conftest import FakeHosts
 
@@ -85,7 +85,7 @@ def test_pages_exports_and_a_verdict_where_the_run_was_started_and_on_a_host(hos
         for port in ports.values():
             hosts.wait(lambda port=port: ranks_with_steps(port) == {"0", "1"}, "steps of both ranks")
         said = "The others wait for rank 1 on node b"
-        hosts.wait(lambda: said in hosts.ask("why", "mine").stdout, "a verdict")
+        polling.wait_until(lambda: said in hosts.ask("why", "mine").stdout, "a verdict", pause_s=3.0)
         flag.touch()
         assert next(there)["head"]["state"] in ("Succeeded", "Removed")
         over, whole = here

@@ -115,7 +115,8 @@ def test_verbs_work_from_the_start_and_from_any_host(hosts: FakeHosts) -> None:
     assert (scaled.returncode, scaled.stdout, scaled.stderr) == (2, "", f"ringweave: error: {expected}\n")
     stopped = hosts.ask("stop", "mine", host="b")
     assert (stopped.returncode, stopped.stdout) == (0, "mine: it will stop\n")
-    hosts.wait(lambda: "mine: Stopped" in hosts.ask("status", "mine").stdout, "stopped")
+    hosts.wait_state("Stopped")
+    assert "mine: Stopped" in hosts.ask("status", "mine").stdout
     assert hosts.ask("stop", "mine").returncode == 2
     assert hosts.ask("delete", "mine").stdout == "mine: removed\n"
     wait_nothing_left(hosts)
@@ -128,7 +129,7 @@ def test_verbs_work_from_the_start_and_from_any_host(hosts: FakeHosts) -> None:
 def test_a_finished_run_is_kept_until_it_is_deleted(hosts: FakeHosts) -> None:
     hosts.write_script("print('done')")
     assert hosts.run("run", "--hosts", "a,b,c", "--name", "mine", "--detach", "train.py").returncode == 0
-    hosts.wait(lambda: "Succeeded" in hosts.ask("status", "mine").stdout, "it succeeds")
+    hosts.wait_state("Succeeded")
     for name in hosts.names:
         hosts.kill(name, "ringweave.platforms.hosts.service")
     assert hosts.ask("status", "mine").stdout.startswith("mine: Succeeded")

@@ -153,10 +153,10 @@ def test_a_run_that_has_no_member_or_ends_is_not_scaled(hosts: FakeHosts) -> Non
     hosts.write_script("import time\ntime.sleep(600)\n")
     words = ("--hosts", "a:2", "--elastic", "1:2", "--name", "train", "--detach")
     assert hosts.run("run", *words, "train.py").returncode == 0
-    hosts.wait(lambda: hosts.ask("status", "train").stdout.startswith("train: Running"), "it runs")
+    hosts.wait_state("Running")
     assert "run: 'no member yet', expected workers that have called ringweave.prepare. " in refusal(hosts, 1)
     hosts.ask("stop", "train")
-    hosts.wait(lambda: "Stopped" in hosts.ask("status", "train").stdout, "it stops")
+    hosts.wait_state("Stopped")
     assert "run: 'train, which ends', expected a run that trains." in refusal(hosts, 1)
 
 
