@@ -202,8 +202,9 @@ def test_of_64_processes_one_wins_and_63_are_refused(jobs):
     assert len(mine) == 2, "Slurm was asked once, and has a job of two components"
 
 
-def test_fifteen_workers_on_ten_and_five_train(jobs):
-    jobs.submit(TRAINS)
+def test_six_workers_on_four_and_two_train(jobs):
+    nodes = "[{name: big, capacity: 4}, {name: small, capacity: 2}]"
+    jobs.submit(TRAINS, "min_per_node: 1\n", gpus=6, nodes=nodes)
     jobs.wait("Succeeded")
     losses = {line.split()[1] for line in jobs.lines() if line.startswith("loss ")}
     (loss,) = losses
@@ -217,7 +218,7 @@ import torch.distributed as dist
 dist.init_process_group()
 rank, size = dist.get_rank(), dist.get_world_size()
 weight = torch.zeros(4, dtype=torch.float64, requires_grad=True)
-numbers = torch.arange(60, dtype=torch.float64).reshape(15, 4) / 60
+numbers = torch.arange(24, dtype=torch.float64).reshape(6, 4) / 24
 for _ in range(4):
     loss = (numbers[rank] @ weight - 1.0).square()
     (gradient,) = torch.autograd.grad(loss, weight)
@@ -229,13 +230,13 @@ dist.all_reduce(total)
 print(f"loss {total.item() / size:.9f}", flush=True)
 dist.destroy_process_group()
 """
-"""Without DDP and an optimizer, each of which loads a compiler in each of the fifteen workers."""
+"""Without DDP and an optimizer, each of which loads a compiler in each of the workers."""
 
 
 def one_worker_loss() -> float:
     """What one worker with the whole batch comes to."""
-    numbers, weight = np.arange(60.0).reshape(15, 4) / 60, np.zeros(4)
+    numbers, weight = np.arange(24.0).reshape(6, 4) / 24, np.zeros(4)
     for _ in range(4):
         errors = numbers @ weight - 1.0
-        weight = weight - 0.1 * 2 * errors @ numbers / 15
+        weight = weight - 0.1 * 2 * errors @ numbers / 6
     return float((errors**2).mean())
