@@ -58,10 +58,10 @@ endif
 test-kube: setup
 	$(BIN)/pytest tests/kube -p no:randomly $(KUBE)
 
-# Operator and supervisor killed at every boundary of every life; make test takes one life of each.
+# Operator, supervisor and controller killed at every boundary of every life; make test takes one life of each.
 test-crashes: setup
 	$(BIN)/pytest tests/platforms/kubernetes/operating/test_crashes.py tests/platforms/local/test_crashes.py \
-		--all-crashes -p no:randomly
+		tests/platforms/slurm/test_controller.py --all-crashes -p no:randomly
 
 check: setup
 	$(BIN)/ruff check .

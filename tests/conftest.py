@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files instead of comparing")
-    parser.addoption("--all-crashes", action="store_true", help="operator and supervisor killed in every life")
+    parser.addoption("--all-crashes", action="store_true", help="what leads jobs is killed in every life")
     parser.addoption("--kubeconfig", help="run tests/kube against this API server instead of the fake")
     parser.addoption("--mutations", type=int, default=30, help="wrong messages sent to a server or a coordinator")
     parser.addoption("--collectives", type=int, default=1000, help="random collectives on simulated devices")

@@ -236,10 +236,10 @@ def test_nothing_is_left(request: pytest.FixtureRequest, by: str) -> None:
 
 def test_a_lab_of_a_process_that_is_gone_is_removed_by_the_next(request: pytest.FixtureRequest) -> None:
     demands.need(request.config, demands.LAB, ssh_lab.problems())
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    name = f"ssh-{gone.pid}-0"
-    lab.up(topology.loads("name: old\nnodes: [{name: a, nic: 1Gbit/s, devices: 1}]"), name)
+    with subprocess.Popen(["sleep", "1000"]) as owner:  # alive until its lab is up: other tests remove labs too
+        name = f"ssh-{owner.pid}-0"
+        lab.up(topology.loads("name: old\nnodes: [{name: a, nic: 1Gbit/s, devices: 1}]"), name)
+        owner.kill()
     with ssh_lab.ssh_lab(num_nodes=1):
         assert name not in lab.names()
 

@@ -126,7 +126,7 @@ def test_an_elastic_job_loses_no_sample_with_a_worker_or_a_site(tmp_path: Path, 
     killed = KILLED.replace("LOST", repr(lost))
     loop = loop.replace("        optimizer.step()", "        optimizer.step()\n        maybe_die()")
     prepare = "model, optimizer, loader = ringweave.prepare("
-    script = f"{head}{killed}\n{prepare}{loop}"
+    script = f"{head}{killed}\n{prepare}{loop}".replace("640", "320")
     script = script.replace("for epoch in range(2)", "for epoch in loader.epochs(2)").replace(
         "is_exact", "is_accounted"
     )

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.distributed, pytest
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "01_train_text.py"
 TINY = "--layers 1 --width 32 --heads 2 --context 32 --batch 42 --max-bytes 300000 --held-out-windows 42"
-STEPS, KILL_AFTER = 60, 25
+STEPS, KILL_AFTER = 40, 25
 SETTINGS = [*TINY.split(), "--checkpoint-every", "20", "--evaluate-every", "20"]
 RINGWEAVE = [str(Path(sys.executable).parent / "ringweave"), "run"]
 TWO_IN_A_RING = [*RINGWEAVE, "--workers", "2", "--schedule", "ring", "--run-dir"]

@@ -133,7 +133,7 @@ def test_the_page_says_it_in_words_and_pictures(runs: tuple[Run, Run], tmp_path:
     assert overlaps(demo_page.draw_page(page, SETTING, *runs)) == []
 
 
-TINY = "--layers 1 --width 128 --max-bytes 300000 --held-out-windows 8 --sample-bytes 20"
+TINY = "--layers 1 --width 64 --max-bytes 300000 --held-out-windows 8 --sample-bytes 20"
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def command(out: Path, *options: str) -> list[str]:
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
 def test_the_whole_demo_in_a_lab(out: Path) -> None:
-    options = ["--steps", "28", "--batch", "16", "--warm-up", "5", "--kill-after", "10", "--script-options", TINY]
+    options = ["--steps", "22", "--batch", "8", "--warm-up", "4", "--kill-after", "8", "--script-options", TINY]
     done = subprocess.run(command(out, *options), capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"== ringweave trained \d\.\d times as fast as DDP on Gloo: \d+ against \d+ samples", done.stdout)

@@ -143,29 +143,32 @@ def test_every_verb_works_without_root(user: OrdinaryUser) -> None:
     assert user.processes() == [], "to look does not start anything"
 
 
-def test_a_run_in_it_says_what_limits_its_processors(user: OrdinaryUser) -> None:
-    user.run("lab", "up", "cluster.yaml")
+def test_other_programs_make_labs_in_the_same_place_and_runs_and_programs_end_with_them(user: OrdinaryUser) -> None:
+    program = "from ringweave import lab, topology as t; print(lab.up(t.load('cluster.yaml')).quota_kind, lab.names())"
+    done = user.run("lab", "unshare", "--", user.python, "-c", program)
+    assert done.stdout == "duty cycle ['unequal']\n", done.stderr
+
     done = user.run("lab", "run", "--run-dir", "run", "--", "sh", "-c", "hostname; touch made-$RANK")
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] a", "[1] b"]), done.stderr
-    assert f"ringweave: {NOTE}\n" in done.stderr
+    assert f"ringweave: {NOTE}\n" in done.stderr, "it says what limits its processors"
     record = json.loads((user.folder / "run" / "run.json").read_text())
     assert (record["outcome"], record["lab"], record["lab_quotas"]) == ("done", "unequal", "duty cycle")
     owner = USER if os.geteuid() == 0 else os.geteuid()
     assert {(user.folder / f"made-{rank}").stat().st_uid for rank in (0, 1)} == {owner}
 
-
-def test_other_programs_make_labs_in_the_same_place(user: OrdinaryUser) -> None:
-    program = "from ringweave import lab, topology as t; print(lab.up(t.load('cluster.yaml')).quota_kind, lab.names())"
-    done = user.run("lab", "unshare", "--", user.python, "-c", program)
-    assert done.stdout == "duty cycle ['unequal']\n", done.stderr
-    assert user.json("lab", "down") == {"down": ["unequal"]}
+    inside = user.ringweave("lab", "exec", "--device", "0", "b", "--", "sh", "-c", "echo on; exec sleep 300")
+    with subprocess.Popen(inside, stdout=subprocess.PIPE, text=True) as sleeping:
+        assert sleeping.stdout is not None
+        assert sleeping.stdout.readline() == "on\n"
+        assert user.json("lab", "down") == {"down": ["unequal"]}
+        assert sleeping.wait(timeout=300) == -signal.SIGTERM
     assert user.run("lab", "unshare", "--", "sh", "-c", "exit 3").returncode == 3
     missing = user.run("lab", "unshare", "--", "nosuch")
     assert missing.returncode == 127
     assert "on this machine" in missing.stderr or "nosuch" in missing.stderr
 
 
-def test_the_duty_cycle_leaves_a_device_its_quota(user: OrdinaryUser) -> None:
+def test_the_duty_cycle_leaves_a_device_its_quota_and_nothing_stays_stopped(user: OrdinaryUser) -> None:
     user.run("lab", "up", "cluster.yaml")
     burn = ["lab", "exec", "--device", "0", "b", "--", user.python, "-c", BURN]
     (document,) = user.json("lab", "status")["labs"]
@@ -176,9 +179,6 @@ def test_the_duty_cycle_leaves_a_device_its_quota(user: OrdinaryUser) -> None:
     throttle.kill()
     assert 0 < float(user.run(*burn).stdout) < 1.5 * quota, "another one has taken its place"
 
-
-def test_nothing_stays_stopped_when_the_pause_process_is_killed(user: OrdinaryUser) -> None:
-    user.run("lab", "up", "cluster.yaml")
     began = f"print('on', flush=True)\n{BURN}"
     with subprocess.Popen(
         user.ringweave("lab", "exec", "--device", "0", "b", "--", user.python, "-c", began), stdout=subprocess.PIPE
@@ -193,7 +193,13 @@ def test_nothing_stays_stopped_when_the_pause_process_is_killed(user: OrdinaryUs
 
 
 # tests/lab/test_crashes.py kills it at every point; here it is the pause process that has to clear it away.
-@pytest.mark.parametrize("after_s", [0.1, 0.2, 0.3, 0.4, 0.6])
+@pytest.mark.parametrize(
+    "after_s",
+    [
+        pytest.param(each, marks=pytest.mark.thorough if each in (0.1, 0.3, 0.6) else ())
+        for each in (0.1, 0.2, 0.3, 0.4, 0.6)
+    ],
+)
 def test_an_up_that_is_killed_leaves_nothing(user: OrdinaryUser, after_s: float) -> None:
     with subprocess.Popen(
         user.ringweave("lab", "up", "cluster.yaml"), cwd=user.folder, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE
@@ -207,16 +213,6 @@ def test_an_up_that_is_killed_leaves_nothing(user: OrdinaryUser, after_s: float)
             user.json("lab", "down")
         user.wait_nothing_left()
     assert user.json("lab", "up", "cluster.yaml", "--name", "again")["name"] == "again"
-
-
-def test_down_ends_the_programs_inside(user: OrdinaryUser) -> None:
-    user.run("lab", "up", "cluster.yaml")
-    inside = user.ringweave("lab", "exec", "--device", "0", "b", "--", "sh", "-c", "echo on; exec sleep 300")
-    with subprocess.Popen(inside, stdout=subprocess.PIPE, text=True) as sleeping:
-        assert sleeping.stdout is not None
-        assert sleeping.stdout.readline() == "on\n"
-        assert user.json("lab", "down") == {"down": ["unequal"]}
-        assert sleeping.wait(timeout=300) == -signal.SIGTERM
 
 
 def test_quotas_are_control_groups_where_the_user_has_one(user: OrdinaryUser) -> None:

@@ -41,7 +41,7 @@ try:
     address, run, wanted = page.stdout.readline().split()[-1], {}, json.loads(sys.argv[1])
     opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(http.cookiejar.CookieJar()))
     opener.open(address).read()
-    with opener.open(address.partition("?")[0] + "live", timeout=60) as stream:
+    with opener.open(address.partition("?")[0] + "live", timeout=300) as stream:
         for line in stream:
             run |= json.loads(line[6:]) if line.startswith(b"data: ") else {}
             while run and wanted and eval(wanted[0]):

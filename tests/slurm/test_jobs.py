@@ -72,8 +72,8 @@ def test_only_the_node_whose_step_was_killed_is_retried(jobs):
 
 
 def test_in_an_elastic_job_the_others_train_on_while_a_killed_step_is_replaced(jobs):
-    nodes = "[{name: big, capacity: 3}, {name: small, capacity: 3}]"
-    jobs.submit(until_back.SCRIPT, "elastic: {min: 3}\nmode: sync\n", gpus=6, nodes=nodes)
+    nodes = "[{name: big, capacity: 2}, {name: small, capacity: 2}]"
+    jobs.submit(until_back.SCRIPT, "elastic: {min: 2}\nmode: sync\nmin_per_node: 1\n", gpus=4, nodes=nodes)
     wait_until(lambda: any('"step": 5' in line for line in jobs.lines(node="small")), jobs.story)
     (pid,) = agents(jobs, "small")
     os.kill(pid, signal.SIGKILL)
@@ -82,7 +82,7 @@ def test_in_an_elastic_job_the_others_train_on_while_a_killed_step_is_replaced(j
     said = [json.loads(line) for line in jobs.lines(rank=0) if line.startswith("{")]
     steps = [each["step"] for each in said if "step" in each]
     assert steps == list(range(1, len(steps) + 1)), "no step was lost"
-    assert {len(each["members"]) for each in said if "step" in each} >= {3, 6}
+    assert {len(each["members"]) for each in said if "step" in each} >= {2, 4}
     assert len({json.loads(line)["sum"] for line in jobs.lines() if '"sum"' in line}) == 1
 
 
@@ -125,7 +125,7 @@ def test_what_slurm_waits_for_is_told_and_a_waiting_job_can_be_taken_back(jobs):
     jobs.wait_idle()
 
 
-def test_suspended_while_it_runs_it_gives_its_machines_back_and_goes_on_in_others(jobs):
+def test_suspended_it_goes_on_in_other_machines_and_cancelled_by_slurms_own_command_it_can_be_tried_again(jobs):
     jobs.submit(WAITS)
     jobs.wait_printed("began", 15)
     jobs.service.act("text", "suspend")
@@ -133,14 +133,7 @@ def test_suspended_while_it_runs_it_gives_its_machines_back_and_goes_on_in_other
     assert jobs.view().state == "Suspended"
     jobs.service.act("text", "resume")
     jobs.wait_printed("began", 30)
-    (jobs.folder / "go").touch()
-    view = jobs.wait("Succeeded")
-    assert [node.retries for node in view.used_nodes] == [0, 0]
-
-
-def test_cancelled_by_slurms_own_command_it_is_stopped_and_can_be_tried_again(jobs):
-    jobs.submit(WAITS)
-    jobs.wait_printed("began", 15)
+    assert [node.retries for node in jobs.view().used_nodes] == [0, 0]
     jobs.cluster.run_command("scancel", "--name=rw-text")
     view = jobs.wait("Stopped")
     assert any(event.kind == "AllocationEnded" and "CANCELLED" in event.text for event in view.events)
@@ -209,8 +202,9 @@ def test_of_64_processes_one_wins_and_63_are_refused(jobs):
     assert len(mine) == 2, "Slurm was asked once, and has a job of two components"
 
 
-def test_fifteen_workers_on_ten_and_five_train(jobs):
-    jobs.submit(TRAINS)
+def test_six_workers_on_four_and_two_train(jobs):
+    nodes = "[{name: big, capacity: 4}, {name: small, capacity: 2}]"
+    jobs.submit(TRAINS, "min_per_node: 1\n", gpus=6, nodes=nodes)
     jobs.wait("Succeeded")
     losses = {line.split()[1] for line in jobs.lines() if line.startswith("loss ")}
     (loss,) = losses
@@ -224,7 +218,7 @@ import torch.distributed as dist
 dist.init_process_group()
 rank, size = dist.get_rank(), dist.get_world_size()
 weight = torch.zeros(4, dtype=torch.float64, requires_grad=True)
-numbers = torch.arange(60, dtype=torch.float64).reshape(15, 4) / 60
+numbers = torch.arange(24, dtype=torch.float64).reshape(6, 4) / 24
 for _ in range(4):
     loss = (numbers[rank] @ weight - 1.0).square()
     (gradient,) = torch.autograd.grad(loss, weight)
@@ -236,13 +230,13 @@ dist.all_reduce(total)
 print(f"loss {total.item() / size:.9f}", flush=True)
 dist.destroy_process_group()
 """
-"""Without DDP and an optimizer, each of which loads a compiler in each of the fifteen workers."""
+"""Without DDP and an optimizer, each of which loads a compiler in each of the workers."""
 
 
 def one_worker_loss() -> float:
     """What one worker with the whole batch comes to."""
-    numbers, weight = np.arange(60.0).reshape(15, 4) / 60, np.zeros(4)
+    numbers, weight = np.arange(24.0).reshape(6, 4) / 24, np.zeros(4)
     for _ in range(4):
         errors = numbers @ weight - 1.0
-        weight = weight - 0.1 * 2 * errors @ numbers / 15
+        weight = weight - 0.1 * 2 * errors @ numbers / 6
     return float((errors**2).mean())

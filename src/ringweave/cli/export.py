@@ -129,8 +129,8 @@ def command(  # noqa: PLR0913, PLR0917 - one for each option
     if not made:
         do = "Name one or more, such as --prometheus 9471"
         raise UsageError("exporters", got="none", expected="at least one", do=do, where="ringweave export")
-    # Ctrl-C and SIGTERM end the export, not the run, and none of them in the midst of an exporter's own locks.
-    with collect_interrupts() as interrupts, contextlib.ExitStack() as stack:
+    # Ctrl-C and SIGTERM end the export, not the run; the first one not in the midst of an exporter's own locks.
+    with collect_interrupts(only_first=True) as interrupts, contextlib.ExitStack() as stack:
         targets = [stack.enter_context(contextlib.closing(make())) for make in made]
         with contextlib.suppress(_InterruptedError):
             follow_run(reader, metrics, targets, interrupts=interrupts)

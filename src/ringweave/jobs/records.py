@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Generic, TypeVar
 
 from pydantic import TypeAdapter
@@ -350,7 +351,12 @@ class JsonForm(Generic[T]):
 
     def __init__(self, kind: type[T], *, saved_as: str = "", indent: int | None = None) -> None:
         """`saved_as` names a text that has the format of records; with `indent`, it is for people as well."""
-        self._adapter, self._saved_as, self._indent = TypeAdapter(kind), saved_as, indent
+        self._kind, self._saved_as, self._indent = kind, saved_as, indent
+
+    @cached_property
+    def _adapter(self) -> TypeAdapter[T]:
+        """Built on first use: a process imports the forms of many types, and needs few of them."""
+        return TypeAdapter(self._kind)
 
     def dump(self, value: T) -> str:
         """Return the JSON of a value."""

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -97,15 +98,26 @@ class StopPolicy:
 
 
 @contextmanager
-def collect_interrupts() -> Iterator[list[signal.Signals]]:
-    """Collect SIGINT, SIGTERM and SIGHUP of this process; an ignored SIGHUP (nohup) stays ignored."""
+def collect_interrupts(*, only_first: bool = False) -> Iterator[list[signal.Signals]]:
+    """Collect SIGINT, SIGTERM and SIGHUP of this process; an ignored SIGHUP (nohup) stays ignored.
+
+    `only_first`: another one of the same kind does what it did before.
+    """
     received: list[signal.Signals] = []
+    before: dict[int, Any] = {}
+
+    def collect(number: int, frame: FrameType | None) -> None:
+        del frame
+        received.append(signal.Signals(number))
+        if only_first:
+            signal.signal(number, before[number])
+
     wanted = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         wanted.append(signal.SIGHUP)
-    before = {
-        signum: signal.signal(signum, lambda number, _: received.append(signal.Signals(number))) for signum in wanted
-    }
+    before |= {signum: signal.getsignal(signum) for signum in wanted}
+    for signum in wanted:
+        signal.signal(signum, collect)
     try:
         yield received
     finally:

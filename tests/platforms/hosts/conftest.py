@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import signal
 import subprocess
@@ -120,6 +121,18 @@ class FakeHosts:
     def wait(self, condition: Callable[[], object], what: str, timeout_s: float = 300.0) -> None:
         """Wait until the condition holds."""
         polling.wait_until(condition, what, timeout_s, 0.05)
+
+    def wait_state(self, state: str) -> None:
+        """Wait until a host has saved that state of its run; to ask again and again would start a process each time."""
+
+        def has_come() -> bool:
+            for path in [path for name in self.names for path in self.run_files(name) if path.name == "entry.json"]:
+                with contextlib.suppress(FileNotFoundError):  # the run is removed
+                    if json.loads(path.read_text())["job"]["record"]["state"] == state:
+                        return True
+            return False
+
+        self.wait(has_come, state)
 
     def end(self) -> None:
         """Kill everything that is left."""

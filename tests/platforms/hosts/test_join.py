@@ -60,8 +60,8 @@ def joined_files_left(hosts: FakeHosts, name: str) -> bool:
     return bool(hosts.processes(name) or hosts.run_files(name))
 
 
-def test_a_host_joins_by_one_line(hosts: FakeHosts) -> None:
-    folder = hosts.write_script(HELLO)
+def test_a_host_joins_by_one_line_that_serves_it_alone_though_a_service_is_killed(hosts: FakeHosts) -> None:
+    folder = hosts.write_script(UNTIL_FILE.format(path=str(hosts.root / "end")) + HELLO)
     (folder / "data").mkdir()
     (folder / "data" / "text.txt").write_text("some data")
     (folder / "tool.sh").write_text("#!/bin/sh\n")
@@ -69,33 +69,11 @@ def test_a_host_joins_by_one_line(hosts: FakeHosts) -> None:
     command, (line,) = start_run(hosts, "--hosts", "a:1,b:1,join:2", "--run-dir", "out", "--name", "train", "train.py")
     wait_for_text(command, "waits for host join-1 to join")
     assert f"type on join-1: ringweave join {line}" in wait_for_text(command, "type on")
-    status = hosts.run("status", "train", "--json")
+    status = hosts.ask("status", "train", "--json")
     assert status.returncode == 0, status.stderr
     assert line in json.loads(status.stdout)["reason"]["hint"]
     token = line.partition("#")[2]
     assert not [path for name in hosts.names for path in hosts.run_files(name) if token in path.read_text()]
-    joined = hosts.run("join", line, host="j")
-    assert joined.returncode == 0, joined.stderr
-    out, errors = command.communicate(timeout=150)
-    assert command.returncode == 0, errors
-    for rank, node in enumerate(["a", "b", "join-1", "join-1"]):
-        assert f"[{rank}] rank {rank} of 4 on {node}" in out.splitlines()
-        assert f"[{rank}] some data True" in out.splitlines()
-    assert "[2] rank 2 of 4 on join-1" in joined.stdout
-    assert "rank 0" not in joined.stdout
-    assert (folder / "out" / "hosts" / "join-1" / "join-1" / "1" / "round-1" / "events.jsonl").exists()
-    assert not any(joined_files_left(hosts, name) for name in (*hosts.names, "j"))
-
-
-def has_begun(hosts: FakeHosts, name: str) -> bool:
-    logs = [path for path in hosts.run_files(name) if path.name.startswith("rank-")]
-    return any("begins" in path.read_text() for path in logs)
-
-
-def test_a_line_serves_one_host_though_its_service_is_killed(hosts: FakeHosts) -> None:
-    hosts.write_script(UNTIL_FILE.format(path=str(hosts.root / "end")))
-    command, (line,) = start_run(hosts, "--hosts", "a,b,join:1", "--name", "train", "train.py")
-    wait_for_text(command, "waits for host join-1 to join")
     hosts.kill("a", SERVICE)
     joiners = [hosts.start("join", line, host=name) for name in ("j", "k")]
     hosts.wait(lambda: any(each.poll() is not None for each in joiners), "one is refused")
@@ -107,8 +85,22 @@ def test_a_line_serves_one_host_though_its_service_is_killed(hosts: FakeHosts) -
         "the run again for a fresh line; each serves one host once.\n"
     )
     (hosts.root / "end").touch()
-    assert (joined.wait(120), command.wait(120)) == (0, 0)
+    said, errors = joined.communicate(timeout=300)
+    assert joined.returncode == 0, errors
+    out, errors = command.communicate(timeout=300)
+    assert command.returncode == 0, errors
+    for rank, node in enumerate(["a", "b", "join-1", "join-1"]):
+        assert f"[{rank}] rank {rank} of 4 on {node}" in out.splitlines()
+        assert f"[{rank}] some data True" in out.splitlines()
+    assert "[2] rank 2 of 4 on join-1" in said
+    assert "rank 0" not in said
+    assert (folder / "out" / "hosts" / "join-1" / "join-1" / "1" / "round-1" / "events.jsonl").exists()
     assert not any(joined_files_left(hosts, name) for name in (*hosts.names, "j", "k"))
+
+
+def has_begun(hosts: FakeHosts, name: str) -> bool:
+    logs = [path for path in hosts.run_files(name) if path.name.startswith("rank-")]
+    return any("begins" in path.read_text() for path in logs)
 
 
 def read_checks(folder: Path) -> dict[str, dict[int, str]]:

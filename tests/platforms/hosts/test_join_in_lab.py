@@ -19,6 +19,8 @@ from tests.polling import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RINGWEAVE = [sys.executable, "-P", "-m", "ringweave"]
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Nodes share few processors, on which further threads would only spin."""
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 REDUCE = """
 import torch
@@ -45,7 +47,7 @@ def start_run(
     """Start a run on a node; return its command and the lines for the joining hosts."""
     node.write("project/train.py", script)
     words = ["run", "--name", "train", "--hosts", hosts, *options, "train.py"]
-    command = node.popen(["sh", "-c", 'cd project && exec "$@"', "sh", *RINGWEAVE, *words], **PIPES)
+    command = node.popen(["sh", "-c", 'cd project && exec "$@"', "sh", *RINGWEAVE, *words], **PIPES, environ=ONE_THREAD)
     assert command.stderr is not None
     seen = ""
     while len(found := re.findall(r"type on host join-\d, .*: ringweave join (\S+)\.", seen)) < joining:

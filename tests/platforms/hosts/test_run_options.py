@@ -115,9 +115,9 @@ def test_a_module_of_the_current_directory_runs(hosts: FakeHosts) -> None:
         "import os, sys\nfrom text.words import WORD\nprint(WORD, os.environ['RANK'], sys.argv[1:], __package__)\n"
     )
     (folder / "text" / "train.py").write_text(program)
-    done = hosts.run("run", "--hosts", "a:2,b:1", "--run-dir", "out", "-m", "text.train", "--lr", "1")
+    done = hosts.run("run", "--hosts", "a:2", "--run-dir", "out", "-m", "text.train", "--lr", "1")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"[{rank}] shipped {rank} ['--lr', '1'] text" for rank in range(3)]
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] shipped {rank} ['--lr', '1'] text" for rank in range(2)]
     assert json.loads((folder / "out" / "run.json").read_text())["command"] == ["-m", "text.train", "--lr", "1"]
 
 

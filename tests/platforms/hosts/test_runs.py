@@ -21,7 +21,6 @@ while not os.path.exists({path!r}):
     time.sleep(0.05)
 print("rank", os.environ["RANK"], "ends", flush=True)
 """
-HUNG_UP = pytest.param("hung up", marks=pytest.mark.thorough)
 
 
 def begun(hosts: FakeHosts, number: int = 3) -> bool:
@@ -75,7 +74,8 @@ def test_ctrl_c_ends_the_run(hosts: FakeHosts) -> None:
     wait_nothing_left(hosts)
 
 
-@pytest.mark.parametrize("how", [pytest.param("detached", marks=pytest.mark.thorough), "killed", HUNG_UP])
+@pytest.mark.thorough  # daily: the command is killed in test_verbs_work_from_the_start_and_from_any_host
+@pytest.mark.parametrize("how", ["detached", "killed", "hung up"])
 def test_the_command_may_go_and_come_back(hosts: FakeHosts, how: str) -> None:
     hosts.write_script(UNTIL_FILE.format(path=str(hosts.root / "end")))
     words = ["run", "--hosts", "a,b", "--name", "mine", *(["--detach"] if how == "detached" else []), "train.py"]
@@ -97,9 +97,12 @@ def test_the_command_may_go_and_come_back(hosts: FakeHosts, how: str) -> None:
 
 
 def test_verbs_work_from_the_start_and_from_any_host(hosts: FakeHosts) -> None:
+    """They need no command that follows the run: it is killed."""
     hosts.write_script(UNTIL_FILE.format(path=str(hosts.root / "end")))
-    assert hosts.run("run", "--hosts", "a,b,c", "--name", "mine", "--detach", "train.py").returncode == 0
+    command = hosts.start("run", "--hosts", "a,b,c", "--name", "mine", "train.py")
     hosts.wait(lambda: begun(hosts), "workers begin")
+    os.killpg(command.pid, signal.SIGKILL)
+    command.communicate(timeout=300)
     for host in (None, "c"):
         assert hosts.ask("status", "mine", host=host).stdout.startswith("mine: Running")
         assert hosts.ask("why", "mine", host=host).stdout == "mine is Running: no reason to wait.\n"
@@ -107,9 +110,13 @@ def test_verbs_work_from_the_start_and_from_any_host(hosts: FakeHosts) -> None:
         assert sorted(lines) == [f"[{rank}] rank {rank} begins" for rank in range(3)]
         assert "node b, attempt 1 was created" in hosts.ask("events", "mine", host=host).stdout
         assert "mine" in hosts.ask("jobs", "--on", "hosts", host=host).stdout
+    scaled = hosts.ask("scale", "mine", "--workers", "1")
+    expected = "run: 'mine', expected a run with --elastic MIN:MAX. Start it again with ringweave run --elastic."
+    assert (scaled.returncode, scaled.stdout, scaled.stderr) == (2, "", f"ringweave: error: {expected}\n")
     stopped = hosts.ask("stop", "mine", host="b")
     assert (stopped.returncode, stopped.stdout) == (0, "mine: it will stop\n")
-    hosts.wait(lambda: "mine: Stopped" in hosts.ask("status", "mine").stdout, "stopped")
+    hosts.wait_state("Stopped")
+    assert "mine: Stopped" in hosts.ask("status", "mine").stdout
     assert hosts.ask("stop", "mine").returncode == 2
     assert hosts.ask("delete", "mine").stdout == "mine: removed\n"
     wait_nothing_left(hosts)
@@ -122,7 +129,7 @@ def test_verbs_work_from_the_start_and_from_any_host(hosts: FakeHosts) -> None:
 def test_a_finished_run_is_kept_until_it_is_deleted(hosts: FakeHosts) -> None:
     hosts.write_script("print('done')")
     assert hosts.run("run", "--hosts", "a,b,c", "--name", "mine", "--detach", "train.py").returncode == 0
-    hosts.wait(lambda: "Succeeded" in hosts.ask("status", "mine").stdout, "it succeeds")
+    hosts.wait_state("Succeeded")
     for name in hosts.names:
         hosts.kill(name, "ringweave.platforms.hosts.service")
     assert hosts.ask("status", "mine").stdout.startswith("mine: Succeeded")

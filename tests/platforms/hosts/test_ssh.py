@@ -1,12 +1,15 @@
-"""Turns of the threads that share a connection to a host."""
+"""A connection to a host: turns of the threads that share it, and answers that come late."""
 
+import shlex
 import signal
+import sys
 import threading
 import time
 
 import pytest
 
-from ringweave.platforms.hosts.ssh import FairLock
+from ringweave.platforms.hosts.host_list import THIS_MACHINE, HostSpec
+from ringweave.platforms.hosts.ssh import HELLO, FairLock, HostError, SshConnection
 from tests.polling import wait_until
 
 
@@ -60,3 +63,27 @@ def test_who_is_interrupted_while_it_waits_leaves_the_lock_to_the_others() -> No
     holder.join(60)
     with lock:
         assert not lock._waiting
+
+
+LATE = f"""
+import json, sys, time
+print({HELLO.decode()!r} + "{{}}", flush=True)
+for line in sys.stdin:
+    time.sleep(0.5)
+    print(json.dumps({{"verb": json.loads(line)["verb"]}}), flush=True)
+"""
+"""The other end of a connection, on a busy machine."""
+
+
+def test_a_late_answer_is_not_taken_for_that_of_the_next_call() -> None:
+    here = HostSpec(node="here", destination=THIS_MACHINE, workers=1)
+    connection = SshConnection(here, f"exec {shlex.join([sys.executable, '-c', LATE])}")
+    try:
+        assert connection.call("first") == {"verb": "first"}
+        with pytest.raises(HostError, match="no answer in time"):
+            connection.call("second", timeout_s=0.01)
+        assert not connection.is_open
+        with pytest.raises(HostError, match="host here"):
+            connection.call("third")
+    finally:
+        connection.close()

@@ -94,7 +94,8 @@ def start(lab: SshLab, script: str, *words: str) -> "subprocess.Popen[str]":
     """Start a command in the folder of the script, on the first node."""
     lab.nodes[0].write("project/train.py", script)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return lab.nodes[0].popen(["sh", "-c", 'cd project && exec "$@"', "sh", *words], **pipes)
+    environ = {"OMP_NUM_THREADS": "1"}  # nodes share few processors, on which further threads would only spin
+    return lab.nodes[0].popen(["sh", "-c", 'cd project && exec "$@"', "sh", *words], environ=environ, **pipes)
 
 
 def run_to_end(lab: SshLab, script: str, *words: str) -> tuple[str, str]:

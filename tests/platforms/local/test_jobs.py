@@ -55,6 +55,10 @@ def test_workers_have_the_ranks_of_the_whole_job_and_all_is_removed_by_ttl(here:
     assert text_of(here, node="n1") == text_of(here, rank=2)
     assert [(node.iterations, node.last_loss) for node in job.nodes] == [(3, 0.25)] * 2
     assert {event.kind for event in job.events} >= {"AttemptStarted", "Succeeded"}
+    runs = Path(job.files) / "n1"
+    names = {str(path.relative_to(runs)) for path in runs.rglob("*") if path.is_file()}
+    expected = {"logs/rank-2.log", "run.json", "events.jsonl", "cluster.yaml"}
+    assert names == {f"1/round-1/{name}" for name in expected} | {"1/agent.log", "1/script/script.py"}
     here.service.act("job", "delete")
     here.wait_gone()
     here.wait_nothing_left()
@@ -92,8 +96,19 @@ def here_worker(here: Here, node: str):
     )
 
 
-def test_an_error_of_the_script_is_not_tried_again(here: Here) -> None:
-    here.submit("import os, sys; sys.exit(3 if os.environ['RANK'] == '1' else 0)", 1, 1)
+FAILS = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    print("a", flush=True)
+    time.sleep(0.5)
+    print("b", end="")
+    sys.exit(3)
+"""
+
+
+def test_logs_are_followed_to_the_end_and_an_error_of_the_script_is_not_tried_again(here: Here) -> None:
+    here.submit(FAILS, 1, 1)
+    assert text_of(here, follow=True) == ["a", "b"]
     job = here.wait_state("Failed")
     assert job.reason is not None
     assert (job.reason.code, job.round, job.run) == ("NonZeroExitCode", 1, 1)
@@ -176,6 +191,7 @@ def wait_registered(here: Here, state: str, round_: int) -> JobRecord:
     return found[-1]
 
 
+@pytest.mark.thorough  # daily: the next one, which needs it
 def test_agents_bring_back_a_supervisor_that_is_killed(here: Here) -> None:
     here.submit(UNTIL, 1, 1)
     here.wait_state("Running")
@@ -209,18 +225,3 @@ def test_a_script_that_came_by_the_remote_protocol_runs(here: Here, monkeypatch:
         RemotePlatform(f"http://127.0.0.1:{adapter.server_port}", TOKEN).submit(request, base=here.folder)
     here.wait(lambda job: job.state.is_end)
     assert text_of(here) == [str(home)]
-
-
-def test_logs_are_followed_to_the_end(here: Here) -> None:
-    here.submit("import time; print('a', flush=True); time.sleep(0.5); print('b', end='')", 1)
-    assert text_of(here, follow=True) == ["a", "b"]
-
-
-def test_files(here: Here, tmp_path: Path) -> None:
-    here.submit(PRINTING, 1, environment={"MINE": ""}, data="x")
-    job = here.wait_state("Succeeded")
-    runs = Path(job.files)
-    names = {str(path.relative_to(runs)) for path in runs.rglob("*") if path.is_file()}
-    round_ = "n0/1/round-1"
-    expected = {"logs/rank-0.log", "run.json", "events.jsonl", "cluster.yaml"}
-    assert names == {f"{round_}/{name}" for name in expected} | {"n0/1/agent.log", "n0/1/script/script.py"}

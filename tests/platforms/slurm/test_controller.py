@@ -24,6 +24,8 @@ from tests.platforms.slurm.fakes import FakeSlurm, a_grant, a_request, a_service
 from tests.polling import wait_until
 
 DEADLINE_S = 350.0
+DAILY_STEP = 4
+"""Of every day's boundaries only each fourth, and each name once; `--all-crashes` takes all."""
 SOON_S = 250.0
 
 
@@ -128,13 +130,14 @@ def check(world: World) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_it_dies_at_every_boundary(tmp_path):
+def test_it_dies_at_every_boundary(tmp_path, request):
+    step = 1 if request.config.getoption("--all-crashes") else DAILY_STEP
     world = World(tmp_path / "whole")
     live(world)
     check(world)
     seen, number, died = set(world.passed), 0, set()
     while number <= len(world.passed):  # lives differ a little in length: how far two nodes are at one look
-        number += 1
+        number += step
         world = World(tmp_path / str(number), dies_at=number)
         live(world)
         check(world)

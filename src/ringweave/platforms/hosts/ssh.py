@@ -226,8 +226,8 @@ class SshConnection:
             HostError: The connection is gone, or the host refuses.
         """
         request = json.dumps({"verb": verb, "size": len(payload), **fields}).encode() + b"\n"
-        deadline_s = time.monotonic() + timeout_s
         with self._lock:
+            deadline_s = time.monotonic() + timeout_s
             try:
                 assert self._process.stdin is not None
                 self._process.stdin.write(request + payload)
@@ -307,6 +307,7 @@ class SshConnection:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             if not selector.select(max(0.0, deadline_s - time.monotonic())):
                 self._process.kill()
+                self._process.wait()  # else the next caller could still get the late answer
                 raise self._error("no answer in time", f"Check that it is up: ssh {self.host.destination} true")
         received = os.read(self._process.stdout.fileno(), 1 << 20)
         if not received:
