@@ -37,7 +37,7 @@ def kill_all(job: ElasticJob, folder: Path, num_workers: int) -> None:
         assert time.monotonic() < deadline_s, "no checkpoint was saved"
         for member in members:
             job.read_messages(member)
-        time.sleep(0.01)
+        time.sleep(0.05)
     time.sleep(random.uniform(0, 0.3))  # the moment is at random; what follows is asked for whatever it was
     for member in members:
         job.send_signal(member, signal.SIGKILL)
