@@ -15,7 +15,7 @@ from tests.training.rings.elastic.test_deaths import check_alike, epochs_of, lef
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
 
-NUM_EPOCHS = 8
+NUM_EPOCHS = 12
 """In one of them a ring has steps left over when it ends, which are pushed there."""
 LOCAL_STEPS = 3
 
