@@ -15,6 +15,7 @@ from tests import demands, effort
 
 effort.load()
 ranks.PRELOADED_MODULES += [
+    "pytest",  # each process imports the main module of its parent, which is pytest's without xdist
     "tests.fakes.elastic_job",
     "tests.fakes.kubernetes.crashing_operator",  # if aiohttp is installed
 ]

@@ -4,8 +4,10 @@ Daily the examples are always the same ones: a rare failure is found by the thor
 and stops nobody's work on something else.
 """
 
+import contextlib
+import gc
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -38,12 +40,15 @@ def only_one_daily(request: pytest.FixtureRequest, life: object, daily: object) 
         pytest.skip("one life is enough for every day: --all-crashes takes all (make test-crashes)")
 
 
-def alternating(*factors: Sequence[object]) -> list[object]:
-    """Cases of all factors together; every second one is for every day. Two factors or more: no value is left out."""
+def alternating(*factors: Sequence[object], every: int = 2) -> list[object]:
+    """Cases of all factors together, of which one in `every` is for every day.
+
+    No value is left out if another factor has as many values as `every`.
+    """
     found = []
     for places in itertools.product(*(range(len(factor)) for factor in factors)):
         values = [factor[place] for factor, place in zip(factors, places, strict=True)]
-        found.append(pytest.param(*values, marks=pytest.mark.thorough if sum(places) % 2 else ()))
+        found.append(pytest.param(*values, marks=pytest.mark.thorough if sum(places) % every else ()))
     return found
 
 
@@ -55,6 +60,16 @@ def is_thorough() -> bool:
 def share_of(thorough: int) -> int:
     """How many to try, where the thorough run tries so many."""
     return max(1, thorough * settings.default.max_examples // settings.get_profile(_THOROUGH).max_examples)
+
+
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """Make many objects that stay, as those of a syntax tree: to look for garbage among them takes longer than that."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def peak_kib() -> int:

@@ -5,9 +5,12 @@ import functools
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests import effort
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = (ROOT / "src" / "ringweave", ROOT / "bench", ROOT / "examples")
@@ -56,15 +59,46 @@ def wrong(tree: ast.AST) -> set[str]:
     return {name for name in uses(tree) if name in modules | names}
 
 
+@dataclass(frozen=True, kw_only=True)
+class SourceFacts:
+    """Facts of a file that other versions of Python may see otherwise."""
+
+    hidden_annotations: set[str]
+    wrong: set[str]
+    lines: dict[str, list[int]]
+    """By PEP: lines that it forbids."""
+    standard_names: set[tuple[str, str]]
+    """Modules of the standard library, and names that are imported from them."""
+
+
+@functools.cache
+def source_facts() -> dict[Path, SourceFacts]:
+    """Return the facts of every file; all are parsed once."""
+    with effort.no_collections():
+        return {path: facts_of(ast.parse(path.read_text(encoding="utf-8"))) for path in sources()}
+
+
+def facts_of(tree: ast.Module) -> SourceFacts:
+    lines: dict[str, list[int]] = {"PEP 649": [], "PEP 765": []}
+    standard_names: set[tuple[str, str]] = set()
+    for node in ast.walk(tree):  # PEP 649: classes have no dictionary of annotations of their own any more
+        if isinstance(node, ast.Constant) and node.value == "__annotations__":
+            lines["PEP 649"].append(node.lineno)
+        elif isinstance(node, ast.Try) and any(leaves(each) for each in node.finalbody):
+            lines["PEP 765"].append(node.lineno)
+        elif isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in sys.stdlib_module_names:
+            standard_names |= {(str(node.module), each.name) for each in node.names}
+    return SourceFacts(
+        hidden_annotations=hidden_annotations(tree), wrong=wrong(tree), lines=lines, standard_names=standard_names
+    )
+
+
 def test_nothing_is_used_that_a_later_python_has_removed_and_no_annotation_means_a_member_of_its_class() -> None:
-    for path in sources():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        hidden = hidden_annotations(tree)
+    for path, facts in source_facts().items():
+        hidden = facts.hidden_annotations
         assert not hidden, f"{path}: quote the annotations with {hidden}, or import the type by its own name"
-        assert not wrong(tree), f"{path}: {wrong(tree)}"
-        for node in ast.walk(tree):  # PEP 649: classes have no dictionary of annotations of their own any more
-            assert not (isinstance(node, ast.Constant) and node.value == "__annotations__"), f"{path}:{node.lineno}"
-            assert not (isinstance(node, ast.Try) and any(leaves(each) for each in node.finalbody)), f"{path}: PEP 765"
+        assert not facts.wrong, f"{path}: {facts.wrong}"
+        assert facts.lines == {"PEP 649": [], "PEP 765": []}, path
 
 
 def leaves(node: ast.stmt) -> bool:
@@ -144,22 +178,10 @@ def test_other_pythons_that_are_here_compile_it(minor: int) -> None:
     program = find_python(minor)
     if program is None:
         pytest.skip(f"there is no Python 3.{minor} on this machine")
-    script = "import sys; [compile(open(each).read(), each, 'exec') for each in sys.argv[1:]]"
+    script = "import gc, sys; gc.disable(); [compile(open(each).read(), each, 'exec') for each in sys.argv[1:]]"
     command = [program, "-W", "error", "-c", script, *map(str, sources())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-@functools.cache
-def taken_from_the_standard_library() -> set[tuple[str, str]]:
-    """Return module and name of each."""
-    return {
-        (str(node.module), each.name)
-        for path in sources()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in sys.stdlib_module_names
-        for each in node.names
-    }
 
 
 @pytest.mark.parametrize("minor", [12, 13, 14])
@@ -168,7 +190,7 @@ def test_the_standard_library_of_other_pythons_has_what_is_imported(minor: int) 
     program = find_python(minor)
     if program is None:
         pytest.skip(f"there is no Python 3.{minor} on this machine")
-    taken = taken_from_the_standard_library()
+    taken = set().union(*(facts.standard_names for facts in source_facts().values()))
     script = "import sys, importlib\nfor each in sys.argv[1:]:\n module, name = each.split(':')\n"
     script += " found = importlib.import_module(module)\n"
     script += " hasattr(found, name) or importlib.import_module(f'{module}.{name}')"

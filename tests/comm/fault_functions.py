@@ -1,5 +1,6 @@
 """What the ranks of the fault tests run: real processes that die, stop, stay away or disagree."""
 
+import contextlib
 import os
 import signal
 import time
@@ -53,6 +54,43 @@ def wait_for_one_that_stops() -> list[str]:
         os.kill(os.getpid(), signal.SIGSTOP)
     works: list[Any] = [dist.all_reduce(torch.ones(2_000_000), async_op=True) for _ in range(2)]
     return _errors_of(works)
+
+
+def wait_for_the_rest_of_a_message() -> tuple[str, float]:
+    """Rank 1 is stopped when a part of its broadcast has come to rank 0, which then cuts its connections.
+
+    The whole broadcast is one message. Returns how the wait for it ends, and seconds from the cut on.
+    """
+    from ringweave.comm import gloo as gloo_groups
+
+    rank, store = dist.get_rank(), dist.PrefixStore("own", dist.distributed_c10d._get_default_store())
+    gloo: Any = dist.ProcessGroupGloo(store, rank, 2, timedelta(days=1))
+    gloo.barrier().wait()
+    message = torch.zeros(60_000_000)
+    message[0] = message[-1] = rank
+    if rank == 1:
+        store.set("pid", str(os.getpid()))
+    how = dist.BroadcastOptions()
+    how.timeout, how.rootRank, how.rootTensor = timedelta(days=1), 1, 0
+    work = gloo.broadcast([message], how)
+    if rank == 1:
+        time.sleep(1000)
+    pid = int(store.get("pid"))
+    while not message[0].item():
+        pass
+    os.kill(pid, signal.SIGSTOP)
+    with contextlib.suppress(RuntimeError):
+        gloo.recv([torch.empty(1)], 1, 7).wait(timedelta(milliseconds=1))
+    began_s = time.monotonic()
+    try:
+        gloo_groups.wait_for_gloo(work, lambda: True)
+        said = "ended"
+    except gloo_groups.StuckWorkError as error:
+        said = f"stuck: {error}"
+        gloo_groups.leak_backend(gloo)
+    except RuntimeError:
+        said = "woken"
+    return said, time.monotonic() - began_s
 
 
 def come_late_in_an_epoch(form_s: float) -> float:

@@ -8,11 +8,15 @@ import hashlib
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
+
+from ringweave.comm.engine import executor, reductions
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64)
@@ -300,3 +304,44 @@ def check_schedules(names: list[str], num_elements: int) -> dict[str, list[int]]
         collectives[name] = sorted(group.collectives_by_schedule())
         dist.destroy_process_group(group)
     return collectives
+
+
+def memory_left_by_ended_threads() -> dict[str, int]:
+    """Bytes of this process's own memory that are left by four threads together, for each use that they make of it."""
+    num_bytes, num_threads = 20_000_000, 4
+    torch.ones(32_000_000, dtype=torch.uint8)  # freed: from now on glibc takes less than that out of its pools
+    turned = torch.ones(1000, num_bytes // 1000, dtype=torch.uint8).t()
+    short_floats = torch.ones(num_bytes // 4).to(torch.float8_e4m3fn)
+    unsigned = torch.ones(num_bytes // 4, dtype=torch.int32).view(torch.uint32)
+    mean = reductions.reduction_for(ReduceOp.AVG, short_floats.dtype)
+    least = reductions.reduction_for(ReduceOp.MIN, unsigned.dtype)
+
+    def use_short_floats() -> None:
+        mean.combine(short_floats, short_floats)
+        mean.finish(short_floats, 2)
+
+    uses: dict[str, Callable[[], object]] = {
+        "scratch": lambda: executor.ScratchMemory().take_buffers(1, num_bytes, torch.uint8)[0].fill_(1),
+        "a tensor that is not contiguous": lambda: executor.flatten_tensor(turned).add_(1),
+        "float8": use_short_floats,
+        "unsigned numbers": lambda: least.combine(unsigned, unsigned),
+    }
+
+    def count_private() -> int:
+        memory = psutil.Process().memory_info()
+        return memory.rss - memory.shared
+
+    def run(use: Callable[[], object], started: threading.Barrier) -> None:
+        started.wait()  # together, so that each has a pool of its own
+        use()
+
+    left = {}
+    for name, use in uses.items():
+        before, started = count_private(), threading.Barrier(num_threads)
+        threads = [threading.Thread(target=run, args=(use, started)) for _ in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        left[name] = count_private() - before
+    return left

@@ -1,5 +1,6 @@
 """The entry point that `import torch` calls: never in the way, and the default only where that is asked for."""
 
+import json
 import os
 import subprocess
 import sys
@@ -18,9 +19,6 @@ print("ringweave" in d.Backend.backend_list, d.Backend.default_device_backend_ma
 BROKEN = """
 import ringweave.comm.autoload as a
 a._register = lambda e: 1 / 0
-a.register()
-import torch
-print("fine")
 """
 LOADED = """
 import sys, torch
@@ -42,60 +40,81 @@ d.init_process_group("gloo", store=d.HashStore(), rank=0, world_size=1)
 print(type(d.group.WORLD).__name__, type(d.new_group([0], backend="gloo")).__name__)
 d.destroy_process_group()
 """
+FORKS = """
+import json, os, sys
+import torch, torch.distributed as d
+print("ringweave" in d.Backend.backend_list)
+for before, after, environ in json.loads(sys.argv[1]):
+    print("next", flush=True)
+    if not os.fork():
+        os.dup2(1, 2)
+        os.environ.update(environ)
+        exec(before)
+        torch._import_device_backends()
+        exec(after)
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+"""
+"""Imports torch once, without entry points, and does in a fork of its own for each case as the end of `import torch`
+does. A case is code before that, code after it, and variables."""
+CASES = {
+    "under ringweave run": ("", SHOW, {"RINGWEAVE_RUN_DIR": "/nowhere"}),
+    "replaced": ("", SHOW + REPLACED, {"RINGWEAVE_REPLACE_BACKEND": "1"}),
+    "broken": (BROKEN, 'print("fine")', {}),
+}
 
 
-def run_python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run_python(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RINGWEAVE_")}
     return subprocess.run(
-        [sys.executable, "-c", code], env=clean | environ, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, *words], env=clean | environ, capture_output=True, text=True, timeout=300, check=False
     )
 
 
-def test_importing_torch_registers_the_backend_and_changes_no_default_and_brings_no_planner() -> None:
-    done = run_python(LOADED + SHOW + REPLACED, RINGWEAVE_REPLACE_BACKEND="")
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """What each case says, and what is said where autoload is switched off."""
+    done = run_python("-c", FORKS, json.dumps(list(CASES.values())), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.returncode == 0, done.stderr
-    loaded, shown, groups = done.stdout.splitlines()
+    return dict(zip(("switched off", *CASES), done.stdout.split("next\n"), strict=True))
+
+
+def test_importing_torch_registers_the_backend_and_changes_no_default_and_brings_no_planner() -> None:
+    """Warnings as errors do not break it; nor does a group on one machine need the planner for small messages."""
+    code = LOADED + SHOW + REPLACED + STARTED
+    done = run_python("-W", "error", "-c", code, RINGWEAVE_REPLACE_BACKEND="")
+    assert done.returncode == 0, done.stderr
+    loaded, shown, groups, heavy = done.stdout.splitlines()
     names = ("comm", "comm.autoload", "environment", "errors", "ports", "relayed_address")
     assert loaded == str([f"ringweave.{name}" for name in names])
     assert shown.startswith("True ")
     assert "'cpu': 'gloo'" in shown
     assert "'cuda': 'nccl'" in shown
     assert groups == "ProcessGroup ProcessGroup"
+    assert heavy == "[]"
 
 
-def test_under_ringweave_run_it_is_the_default() -> None:
-    done = run_python(SHOW, RINGWEAVE_RUN_DIR="/nowhere")
-    assert "'cpu': 'ringweave'" in done.stdout
-    assert "'cuda': 'ringweave'" in done.stdout
+def test_under_ringweave_run_it_is_the_default(said: dict[str, str]) -> None:
+    assert "'cpu': 'ringweave'" in said["under ringweave run"]
+    assert "'cuda': 'ringweave'" in said["under ringweave run"]
 
 
-def test_with_replaced_backends_it_is_the_default_under_any_launcher_and_replaces_named_ones() -> None:
-    done = run_python(SHOW + REPLACED, RINGWEAVE_REPLACE_BACKEND="1")
-    shown, groups = done.stdout.splitlines()
+def test_with_replaced_backends_it_is_the_default_under_any_launcher_and_replaces_named_ones(
+    said: dict[str, str],
+) -> None:
+    shown, groups = said["replaced"].splitlines()
     assert "'cpu': 'ringweave'" in shown
-    assert groups == "RingweaveProcessGroup RingweaveProcessGroup", done.stderr
+    assert groups == "RingweaveProcessGroup RingweaveProcessGroup"
 
 
-def test_autoload_can_be_switched_off() -> None:
-    assert run_python(SHOW, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout.startswith("False ")
+def test_autoload_can_be_switched_off(said: dict[str, str]) -> None:
+    assert said["switched off"] == "False\n"
 
 
-def test_a_failing_registration_does_not_break_torch() -> None:
-    done = run_python(BROKEN)
-    assert done.stdout.strip() == "fine"
-    assert "backend ringweave could not be registered" in done.stderr
-
-
-def test_warnings_as_errors_do_not_break_torch() -> None:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("RINGWEAVE_")}
-    command = [sys.executable, "-W", "error", "-c", "import torch; print('fine')"]
-    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300, check=False)
-    assert done.stdout.strip() == "fine", done.stderr
-
-
-def test_a_group_on_one_machine_starts_and_sends_small_messages_without_the_planner() -> None:
-    done = run_python(STARTED)
-    assert done.stdout.strip() == "[]", done.stderr
+def test_a_failing_registration_does_not_break_torch(said: dict[str, str]) -> None:
+    assert said["broken"].endswith("fine\n")
+    assert "backend ringweave could not be registered" in said["broken"]
 
 
 def error_at_start(**environ: str) -> str:

@@ -49,7 +49,7 @@ def test_blocks_of_different_sizes_run_by_schedules_on_one_node_and_without_tuni
 
 def test_ranks_with_other_blocks_are_named() -> None:
     with Ranks(collective_functions.disagree_in_block_sizes, 3, nodes=TWO_NODES) as ranks:
-        texts = [outcome.error for outcome in ranks.outcomes(timeout_s=60)]
+        texts = [outcome.error for outcome in ranks.outcomes()]
     assert any("allgather in blocks of 60, 80, 220 of 360 x torch.uint8" in text for text in texts), texts
 
 
@@ -65,6 +65,6 @@ def test_many_collectives_of_all_kinds_in_flight(environ: dict[str, str]) -> Non
 def test_ranks_that_call_different_collectives_are_named() -> None:
     environ = {"RINGWEAVE_SCHEDULE": "ring"}
     with Ranks(collective_functions.disagree_in_kind, 3, environ=environ, nodes=TWO_NODES) as ranks:
-        texts = [outcome.error for outcome in ranks.outcomes(timeout_s=60)]
+        texts = [outcome.error for outcome in ranks.outcomes()]
     assert any("is about to run broadcast(from rank 1) of 240000 x torch.uint8 by ring" in text for text in texts)
     assert any("allgather of 720000 x torch.uint8" in text for text in texts)

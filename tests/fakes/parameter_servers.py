@@ -1,10 +1,10 @@
 """Two parameter servers in real processes, primary and standby, that a test can kill and stop."""
 
+import ctypes
 import gc
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from ringweave.param_server.leadership import FolderLeadershipLog, LeadershipRec
 from ringweave.param_server.messages import LeaderStatus, LeaderStatusRequest
 from ringweave.testing import ranks
 
+_NETWORK_NAMESPACE = 0x40000000
 _SERVER_POLL_S = 0.02
 SERVER_START_TIMEOUT_S = 600.0
 """Time for servers to start: loading torch takes minutes while dozens of other processes load it too."""
@@ -27,16 +28,27 @@ SERVER_START_TIMEOUT_S = 600.0
 class ServerProcess:
     """Process of a server, from the fork server, which has torch loaded; as much of a Popen as is needed here."""
 
-    def __init__(self, argv: list[str], log: Path) -> None:
-        self._process = ranks.forkserver_context().Process(target=_serve, args=(argv, log), daemon=True)
+    def __init__(self, argv: list[str], log: Path, network: Path | None = None) -> None:
+        """`network` is the namespace that it runs in; None: that of this process."""
+        self._process = ranks.forkserver_context().Process(target=_serve, args=(argv, log, network), daemon=True)
         self._process.start()
         self.pid = self._process.pid
         self.poll: Callable[[], int | None] = lambda: self._process.exitcode
         self.kill, self.wait = self._process.kill, self._process.join
 
 
-def _serve(argv: list[str], log: Path) -> None:
+def enter_network(namespace: Path) -> None:
+    """Let this thread be in a network namespace, and what it starts."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with namespace.open() as file:
+        if libc.setns(file.fileno(), _NETWORK_NAMESPACE):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _serve(argv: list[str], log: Path, network: Path | None) -> None:
     gc.freeze()  # as `ranks` does
+    if network is not None:
+        enter_network(network)
     from ringweave.param_server import main
 
     with log.open("ab") as output:
@@ -53,7 +65,7 @@ class ServerNetwork:
         del index
         return "127.0.0.1"
 
-    def start(self, index: int, argv: list[str], log: Path) -> "ServerProcess | subprocess.Popen[bytes]":
+    def start(self, index: int, argv: list[str], log: Path) -> ServerProcess:
         """Start the process of a server, which writes to `log`."""
         del index
         return ServerProcess(argv, log)
@@ -88,7 +100,7 @@ class ReplicatedServers:
             (role, name): self._save_credentials(role, name)
             for role, name in [("server", "0"), ("server", "1"), *(("worker", str(each)) for each in range(num_rings))]
         }
-        self.processes: list[ServerProcess | subprocess.Popen[bytes]] = []
+        self.processes: list[ServerProcess] = []
 
     def __enter__(self) -> Self:
         self.processes = [self._start_server(index) for index in range(2)]
@@ -183,7 +195,7 @@ class ReplicatedServers:
         self._authority.issue(role, name).save(path)
         return path
 
-    def _start_server(self, index: int) -> "ServerProcess | subprocess.Popen[bytes]":
+    def _start_server(self, index: int) -> ServerProcess:
         argv = ["--host", self._network.address_of(index)]
         argv += ["--port", str(self._ports[index]), "--credentials", str(self._credential_paths["server", str(index)])]
         argv += ["--other", self._address(1 - index), "--index", str(index)]

@@ -5,23 +5,26 @@ import torch
 
 from ringweave.testing.ranks import run_ranks
 from ringweave.training import sharded_model
+from tests import effort
 from tests.training import sharded_functions
 from tests.training.training_functions import Case
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
+NUM_STEPS = max(12, effort.share_of(20))
+"""Three passes over the data every day, and all shares; five in the thorough run."""
 SHARES = [(1, 2, 8, 1), (3, 3, 3, 3), (7, 4, 1, 0)]
 CASES = {
-    "equal shares, uneven last batch": (Case(num_steps=20), []),
-    "last batch of one sample": (Case(num_samples=49, num_steps=20), []),
-    "unequal shares": (Case(num_steps=20), SHARES),
-    "accumulation": (Case(num_steps=20, accumulate=3), SHARES),
-    "accumulation without communication": (Case(num_steps=20, accumulate=3, uses_no_sync=True), SHARES),
-    "sum": (Case(num_steps=20, reduction="sum"), SHARES),
-    "clipping and schedule": (Case(num_steps=20, clips=True, schedules=True), SHARES),
-    "a term of the loss without samples": (Case(num_steps=20, has_regularizer=True), SHARES),
-    "tokens, by sample": (Case(num_steps=20, weighs="sample"), SHARES),
-    "tokens, by batch": (Case(num_steps=20, weighs="batch"), SHARES),
+    "equal shares, uneven last batch": (Case(num_steps=NUM_STEPS), []),
+    "last batch of one sample": (Case(num_samples=49, num_steps=NUM_STEPS), []),
+    "unequal shares": (Case(num_steps=NUM_STEPS), SHARES),
+    "accumulation": (Case(num_steps=NUM_STEPS, accumulate=3), SHARES),
+    "accumulation without communication": (Case(num_steps=NUM_STEPS, accumulate=3, uses_no_sync=True), SHARES),
+    "sum": (Case(num_steps=NUM_STEPS, reduction="sum"), SHARES),
+    "clipping and schedule": (Case(num_steps=NUM_STEPS, clips=True, schedules=True), SHARES),
+    "a term of the loss without samples": (Case(num_steps=NUM_STEPS, has_regularizer=True), SHARES),
+    "tokens, by sample": (Case(num_steps=NUM_STEPS, weighs="sample"), SHARES),
+    "tokens, by batch": (Case(num_steps=NUM_STEPS, weighs="batch"), SHARES),
 }
 
 

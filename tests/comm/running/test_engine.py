@@ -263,7 +263,7 @@ def test_an_aborted_group_is_closed_though_a_lane_is_in_what_nobody_can_cut(monk
     group.end.abort()
     closing = threading.Thread(target=lambda: group.engine.close(1800.0))
     closing.start()
-    closing.join(20)
+    closing.join(60)
     was_closed = not closing.is_alive()
     may_end.set()
     closing.join(100)

@@ -1,75 +1,22 @@
 """What collectives work in: the kernel has it back when they are through, whatever thread they ran in."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from ringweave.comm.engine.executor import ScratchMemory, allocate_pages, flatten_tensor, write_back
+from ringweave.testing.ranks import run_ranks
+from tests.comm import rank_functions
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.uint16, torch.complex64]
 
-KEPT = """
-import threading
-import psutil, torch
-from torch.distributed import ReduceOp
-from ringweave.comm.engine import executor, reductions
-
-NUM_BYTES, NUM_THREADS = 20_000_000, 4
-
-def use(started):
-    started.wait()  # together, so that each has a pool of its own
-    {use}
-
-torch.set_num_threads(1)
-torch.ones(32_000_000, dtype=torch.uint8)  # freed: from now on glibc takes less than that out of its pools
-{given}
-def count_private():
-    memory = psutil.Process().memory_info()
-    return memory.rss - memory.shared
-
-before = count_private()
-started = threading.Barrier(NUM_THREADS)
-threads = [threading.Thread(target=use, args=(started,)) for _ in range(NUM_THREADS)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-print(count_private() - before)
-"""
-
-USES = {
-    "scratch": ("", "executor.ScratchMemory().take_buffers(1, NUM_BYTES, torch.uint8)[0].fill_(1)"),
-    "a tensor that is not contiguous": (
-        "tensor = torch.ones(1000, NUM_BYTES // 1000, dtype=torch.uint8).t()",
-        "executor.flatten_tensor(tensor).add_(1)",
-    ),
-    "float8": (
-        "tensor = torch.ones(NUM_BYTES // 4).to(torch.float8_e4m3fn)",
-        "r = reductions.reduction_for(ReduceOp.AVG, tensor.dtype); r.combine(tensor, tensor); r.finish(tensor, 2)",
-    ),
-    "unsigned numbers": (
-        "tensor = torch.ones(NUM_BYTES // 4, dtype=torch.int32).view(torch.uint32)",
-        "reductions.reduction_for(ReduceOp.MIN, tensor.dtype).combine(tensor, tensor)",
-    ),
-}
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("given", "use"),
-    [
-        pytest.param(*USES[name], id=name, marks=pytest.mark.thorough if number % 2 else ())
-        for number, name in enumerate(USES)
-    ],
-)
-def test_threads_that_have_ended_leave_no_memory_behind(given: str, use: str) -> None:
+@pytest.mark.distributed
+def test_threads_that_have_ended_leave_no_memory_behind() -> None:
     """They left 16 to 20 MB each in glibc's pools, for every group that had ever been."""
-    command = [sys.executable, "-c", KEPT.format(given=given, use=use)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert int(ended.stdout) < 12_000_000
+    (left,) = run_ranks(rank_functions.memory_left_by_ended_threads, 1, backend="gloo")
+    assert {use: num_bytes for use, num_bytes in left.items() if num_bytes >= 12_000_000} == {}
+    assert len(left) == 4
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -348,7 +348,7 @@ def test_strangers_are_hung_up_on(pair: Pair, hello: bytes) -> None:
         stranger.sendall(hello)
         stranger.shutdown(socket.SHUT_WR)
         pair.connect()
-        stranger.settimeout(10)
+        stranger.settimeout(60)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
     pair.ends[0].send(pieces(torch.ones(10)), 1, TAG)
@@ -477,7 +477,7 @@ def test_a_broken_stream_breaks_the_connection(streamed: Pair) -> None:
         streamed.ends[0].wait(receiving, 60)
     assert failed.value.peer == 1
     assert not failed.value.hung
-    streamed.ends[0]._mover._thread.join(10)
+    streamed.ends[0]._mover._thread.join(60)
     assert not streamed.ends[0]._mover._thread.is_alive()
     later = streamed.ends[0].receive(pieces(torch.zeros(1_000_000)), 1, TAG)
     with pytest.raises(TransferFailedError, match=r"closed by peer|reset"):
@@ -493,10 +493,10 @@ def test_what_does_not_fit_on_a_stream_is_said(streamed: Pair) -> None:
 
 def test_an_abort_ends_a_wait_for_a_stream(streamed: Pair) -> None:
     receiving = streamed.ends[0].receive(pieces(torch.zeros(1_000_000)), 1, TAG)
-    waiting = in_thread(lambda: streamed.ends[0].wait(receiving, 60))
+    waiting = in_thread(lambda: streamed.ends[0].wait(receiving, 600))
     streamed.ends[0].abort()
     with pytest.raises(TransferFailedError):
-        waiting.result(10)
+        waiting.result(60)
 
 
 def test_a_broken_rail_breaks_the_connection() -> None:

@@ -1,9 +1,5 @@
 """Servers in real processes on nodes of a lab that are cut off while rings push: the other server goes on."""
 
-import ctypes
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +9,8 @@ import pytest
 from ringweave import lab, rpc, topology
 from ringweave.lab import Lab, lab_state
 from ringweave.param_server.leadership import LeadershipRecord
-from tests.fakes.parameter_servers import SERVER_START_TIMEOUT_S, ReplicatedServers, ServerNetwork
+from tests.fakes import parameter_servers
+from tests.fakes.parameter_servers import SERVER_START_TIMEOUT_S, ReplicatedServers, ServerNetwork, ServerProcess
 from tests.param_server.standby import training
 from tests.param_server.standby.test_failover import wait_rounds
 
@@ -25,7 +22,6 @@ nodes: [{name: a, nic: 200Mbit/s, devices: 1, count: 4}]
 SERVERS = ("a-0", "a-1")
 RINGS = ("a-0", "a-2", "a-3")
 """The first one is on the node of a server, which hears it without any network."""
-_NETWORK_NAMESPACE = 0x40000000
 
 
 class Cluster(ServerNetwork):
@@ -37,24 +33,21 @@ class Cluster(ServerNetwork):
     def address_of(self, index: int) -> str:
         return self._lab.addresses[SERVERS[index]][0]
 
-    def start(self, index: int, argv: list[str], log: Path) -> "subprocess.Popen[bytes]":
-        command = self._lab.command(SERVERS[index], [sys.executable, "-m", "ringweave.param_server.main", *argv])
-        with log.open("ab") as output:
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+    def start(self, index: int, argv: list[str], log: Path) -> ServerProcess:
+        return ServerProcess(argv, log, self._namespace_of(SERVERS[index]))
 
     def connect(self, ring: int, connect: Callable[[], rpc.RpcClient]) -> rpc.RpcClient:
         """In a thread of its own, which enters the node."""
-        path = lab_state.NETNS_FOLDER / self._lab.layout.namespaces[RINGS[ring]]
 
         def connect_inside() -> rpc.RpcClient:
-            libc = ctypes.CDLL(None, use_errno=True)
-            with path.open() as file:
-                if libc.setns(file.fileno(), _NETWORK_NAMESPACE):
-                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            parameter_servers.enter_network(self._namespace_of(RINGS[ring]))
             return connect()
 
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(connect_inside).result()
+
+    def _namespace_of(self, node: str) -> Path:
+        return lab_state.NETNS_FOLDER / self._lab.layout.namespaces[node]
 
 
 def cut_off(

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,17 @@ def _seeded(folder: Path, train_step: int) -> ringweave.Checkpoints:
     checkpoints = ringweave.Checkpoints(folder, model=make()[0])
     torch.manual_seed(100 * train_step + dist.get_rank())
     return checkpoints
+
+
+def save_for_ever(folder: str, teller: Connection) -> None:
+    """Go on from the newest checkpoint, and save again and again; a step is told before it is saved."""
+    model = nn.Linear(1000, 1000)
+    checkpoints = ringweave.Checkpoints(folder, model=model, keep=2)
+    train_step = checkpoints.load()
+    assert train_step == 0 or model.weight.unique().tolist() == [train_step], "the state is that of its step"
+    while True:
+        train_step += 1
+        nn.init.constant_(model.weight, train_step)
+        teller.send(train_step)
+        checkpoints.save(train_step)
+        checkpoints.wait()

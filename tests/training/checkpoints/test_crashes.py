@@ -1,30 +1,16 @@
 """kill -9 while a checkpoint is being written, at any moment: what was whole before is found whole."""
 
+import contextlib
 import random
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
 
 import ringweave
+from ringweave.testing.ranks import forkserver_context
 from ringweave.training.checkpoints import store
-from tests.training.checkpoints import examples
-
-SAVES = """
-import sys
-import torch, ringweave
-model = torch.nn.Linear(1000, 1000)
-checkpoints = ringweave.Checkpoints(sys.argv[1], model=model, keep=2)
-train_step = checkpoints.load()
-assert train_step == 0 or model.weight.unique().tolist() == [train_step], "the state is that of its step"
-while True:
-    train_step += 1
-    torch.nn.init.constant_(model.weight, train_step)
-    print(train_step, flush=True)
-    checkpoints.save(train_step)
-    checkpoints.wait()
-"""
+from tests.training.checkpoints import examples, rank_functions
 
 
 @pytest.mark.slow
@@ -32,16 +18,17 @@ while True:
 def test_killed_in_the_midst_of_a_save_it_goes_on_from_the_last_whole_one(tmp_path: Path) -> None:
     rng, last = random.Random(3), 0
     for _ in range(3):
-        with subprocess.Popen(
-            [sys.executable, "-c", SAVES, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stdout is not None
-            assert process.stderr is not None
-            begun = [process.stdout.readline() for _ in range(rng.randint(1, 5))]
-            process.kill()
-            begun += process.stdout.readlines()
-            assert "Error" not in process.stderr.read()
-        steps = [int(line) for line in begun if line.strip()]
+        ours, theirs = forkserver_context().Pipe(duplex=False)
+        process = forkserver_context().Process(target=rank_functions.save_for_ever, args=(str(tmp_path), theirs))
+        process.start()
+        theirs.close()
+        steps = [ours.recv() for _ in range(rng.randint(1, 5))]
+        process.kill()
+        process.join()
+        with contextlib.suppress(EOFError):
+            while True:
+                steps.append(ours.recv())
+        assert process.exitcode == -signal.SIGKILL
         assert steps[0] == last + 1, "it went on from the newest whole one"
         found = [saved.train_step for saved in store.list_checkpoints(tmp_path)]
         last = max(found, default=0)

@@ -21,10 +21,14 @@ from ringweave.training.rings.ring_formation import RingShares
 from tests.training import training_functions
 from tests.training.training_functions import Case, assert_same_everywhere, forever, make, weights_of
 
+SHORT_BLOCK_S = 0.02
+"""Of a trial of the model, which measures for eight such blocks: a fifth of what scripts take."""
+
 
 def meet_server(port: int, keys: str) -> None:
     """What `ringweave run --mode ps-hra` tells a worker."""
     os.environ[SERVER], os.environ[CREDENTIALS] = f"127.0.0.1:{port}", f"{keys}/{dist.get_rank()}"
+    trial.BLOCK_S = SHORT_BLOCK_S
 
 
 def distance_in_one_ring(port: int, keys: str, case: Case) -> float:

@@ -1,6 +1,7 @@
 """A job of rings that is killed as a whole goes on from its newest whole checkpoint, with other workers."""
 
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -36,7 +37,7 @@ def kill_all(job: ElasticJob, folder: Path, num_workers: int) -> None:
         assert time.monotonic() < deadline_s, "no checkpoint was saved"
         for member in members:
             job.read_messages(member)
-        time.sleep(0.01)
+        time.sleep(0.05)
     time.sleep(random.uniform(0, 0.3))  # the moment is at random; what follows is asked for whatever it was
     for member in members:
         job.send_signal(member, signal.SIGKILL)
@@ -44,12 +45,19 @@ def kill_all(job: ElasticJob, folder: Path, num_workers: int) -> None:
         assert job.outcome(member).exit_code == -signal.SIGKILL
 
 
-def first_run(folder: Path, local_steps: int = 0, fragments: int = 0) -> list[CheckpointFile]:
-    """Four workers in two rings that are killed; their checkpoints, the newest first."""
+def first_run(folder: Path, local_steps: int = 0, fragments: int = 0) -> None:
+    """Four workers in two rings that are killed, and leave their checkpoints."""
     settings = (str(folder), 10**6, 2, local_steps, 2, 0.02, fragments)
     with ElasticJob(saving_functions.train, 4, *settings, services=("server",)) as job:
         kill_all(job, folder, 4)
-    return store.list_checkpoints(folder)
+
+
+@pytest.fixture(scope="module")
+def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the checkpoints of a first run that pushes every step; a test works on its copy."""
+    folder = tmp_path_factory.mktemp("killed")
+    first_run(folder)
+    return folder
 
 
 def drawn(job: ElasticJob, num_workers: int, epoch: int) -> list[int]:
@@ -115,9 +123,15 @@ def check_loss(job: ElasticJob, num_workers: int, values: list[dict[str, Any]]) 
     [(0, 0), pytest.param(3, 0, marks=pytest.mark.thorough), (1, 4)],
     ids=["every step is pushed", "local steps", "fragments"],
 )
-def test_a_job_that_is_killed_goes_on_with_other_workers(tmp_path: Path, local_steps: int, fragments: int) -> None:
+def test_a_job_that_is_killed_goes_on_with_other_workers(
+    tmp_path: Path, request: pytest.FixtureRequest, local_steps: int, fragments: int
+) -> None:
     """With fragments: in the middle of their cycle, as each step pushes one of four."""
-    newest = first_run(tmp_path, local_steps, fragments)[0]
+    if local_steps:
+        first_run(tmp_path, local_steps, fragments)
+    else:
+        shutil.copytree(request.getfixturevalue("killed_run"), tmp_path, dirs_exist_ok=True)
+    newest = store.list_checkpoints(tmp_path)[0]
     check_outer_state(newest, fragments)
     state = store.read_checkpoint(newest).parts["loader"]
     num_epochs = state["epoch"] + 6
@@ -146,8 +160,11 @@ def test_where_too_few_are_left_one_saves_the_servers_state_and_the_next_run_goe
         check_goes_on(job, 3, saved, state)
 
 
-def test_a_damaged_file_is_said_and_the_one_before_it_is_used_also_by_one_ring(tmp_path: Path) -> None:
-    newest, before, *_ = first_run(tmp_path)
+def test_a_damaged_file_is_said_and_the_one_before_it_is_used_also_by_one_ring(
+    tmp_path: Path, killed_run: Path
+) -> None:
+    shutil.copytree(killed_run, tmp_path, dirs_exist_ok=True)
+    newest, before, *_ = store.list_checkpoints(tmp_path)
     content = bytearray(newest.path.read_bytes())
     content[len(content) // 2] ^= 1
     newest.path.write_bytes(content)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import effort
 from tests.fakes.elastic_job import ElasticJob
 from tests.training.rings.elastic import ring_functions
 from tests.training.rings.elastic.test_deaths import check_alike, epochs_of, left_of_two_pairs, value_of
@@ -37,11 +38,9 @@ def check_steps_alike(job: ElasticJob, first: str, second: str) -> int:
     return len(common)
 
 
-WAYS = pytest.mark.parametrize("fragments", [0, 4], ids=["all parameters", "fragments"])
-
-
-@WAYS
-@pytest.mark.parametrize("moment", ["push_and_pull", "take_shard", "wait_barrier", "push"])
+@pytest.mark.parametrize(
+    ("moment", "fragments"), effort.alternating(["push_and_pull", "take_shard", "wait_barrier", "push"], [0, 4])
+)
 def test_a_representative_and_a_member_die_between_two_pushes(moment: str, fragments: int) -> None:
     faults = {"0.0": (2, moment), "3.0": (2, "backward")}
     arguments = (NUM_EPOCHS, 2, faults, 0.0, (), steps_of(fragments), fragments)
@@ -60,7 +59,7 @@ def test_a_representative_and_a_member_die_between_two_pushes(moment: str, fragm
             check_steps_alike(job, first, second)
 
 
-@WAYS
+@pytest.mark.parametrize("fragments", [0, 4], ids=["all parameters", "fragments"])
 def test_workers_that_are_started_again_join_between_two_pushes_or_begin_their_ring_again(fragments: int) -> None:
     faults = {"0.0": (2, "take_shard"), "2.0": (4, "push_and_pull"), "3.0": (4, "backward")}
     whole = (("0.1", "1.0"), ("2.1", "3.1"))
