@@ -271,9 +271,8 @@ def judge_failures(
         observed: The observation; groups that still run may turn out to be the first cause.
         now: Time on the clock of the groups' `ended_s`.
     """
-    ends = {
-        failure.node: failure.to_attempt_end(EndCause.PLATFORM, charged=True) for failure in _own_failures(failures)
-    }
+    own = [failure for failure in failures if failure.cause is EndCause.PLATFORM]
+    ends = {failure.node: failure.to_attempt_end(EndCause.PLATFORM, charged=True) for failure in own}
     late = [
         failure for failure in failures if failure.node not in ends and _failure_round(failure, record) < record.round
     ]
@@ -300,10 +299,6 @@ def judge_failures(
     # All blame a peer, and no other failed: charge the first, so that this cannot repeat for ever.
     ends[first.node] = first.to_attempt_end(EndCause.PLATFORM, charged=True)
     return FailureVerdict(ends=ends | _follower_ends([failure for failure in fresh if failure is not first]))
-
-
-def _own_failures(failures: list[AttemptFailure]) -> Iterator[AttemptFailure]:
-    return (failure for failure in failures if failure.cause is EndCause.PLATFORM)
 
 
 def _follower_ends(failures: list[AttemptFailure]) -> dict[int, AttemptEnd]:

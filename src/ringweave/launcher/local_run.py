@@ -14,8 +14,8 @@ from typing import Any, TextIO
 from ringweave import environment, telemetry
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import UsageError
-from ringweave.jobs import worker_options
-from ringweave.jobs.request import ELASTIC_SERVER_MODES, MODES, SERVER_MODES
+from ringweave.jobs import modes, worker_options
+from ringweave.jobs.request import ELASTIC_SERVER_MODES, SERVER_MODES
 from ringweave.jobs.restart_policy import EARLY_S, MAX_OWN_FAILURES, RestartPolicy
 from ringweave.jobs.worker_options import DEFAULT_OPTIONS, WorkerOptions
 from ringweave.lab import cpu_quotas
@@ -38,8 +38,6 @@ from ringweave.membership.settings import MemberBounds
 from ringweave.rpc import CertificateAuthority
 from ringweave.telemetry import verdict
 from ringweave.topology import Cluster
-
-_AUTO_MODE = MODES[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,7 +251,7 @@ def _scale_requests(
 
 def _create_server(request: RunRequest, setup: ServiceSetup) -> JobServer | None:
     """Create the parameter server if the mode needs or may need it; an elastic run in mode `auto` never chooses one."""
-    is_balanced = request.elastic is not None and request.options.mode == _AUTO_MODE
+    is_balanced = request.elastic is not None and request.options.mode == modes.AUTO
     mode = None if is_balanced else request.options.mode
     if request.elastic is not None and mode in ELASTIC_SERVER_MODES:
         mode = SERVER_MODES[0]  # sites of an elastic run are rings to the server
