@@ -456,17 +456,15 @@ def find_ports(run_dir: Path) -> list[ListeningPort]:
 
 def _processes_of(root: Path, ranks: Mapping[int, str]) -> dict[int, str]:
     """Return process id -> name of each running process of a run."""
+    import psutil  # late, so that the trial of torch starts at once
+
     found: dict[int, str] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        with contextlib.suppress(OSError):  # another user's, or it has ended
-            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            pid, is_of_run = int(entry.name), f"{environment.RUN_DIR}={root}\0".encode()
-            if pid in ranks and is_of_run in (entry / "environ").read_bytes():
-                found[pid] = ranks[pid]
-            elif "--run-dir" in words and str(root) in words and (known := _SIDECARS.keys() & set(words)):
-                found[pid] = _SIDECARS[min(known)]
+    for process in psutil.process_iter(["cmdline", "environ"]):  # None where it has ended, or is another user's
+        pid, words, variables = process.pid, process.info["cmdline"] or (), process.info["environ"] or {}
+        if pid in ranks and variables.get(environment.RUN_DIR) == str(root):
+            found[pid] = ranks[pid]
+        elif "--run-dir" in words and str(root) in words and (known := _SIDECARS.keys() & set(words)):
+            found[pid] = _SIDECARS[min(known)]
     return found
 
 
