@@ -259,11 +259,7 @@ def _run_on_hosts(
 ) -> int:
     from ringweave.platforms.hosts import start  # brings the platform of jobs
 
-    others = {
-        "--workers": counts,
-        "--cluster": cluster_path,
-    }
-    given = [name for name, value in others.items() if value]
+    given = [name for name, value in {"--workers": counts, "--cluster": cluster_path}.items() if value]
     if given:
         do = f"Leave {given[0]} out; the hosts and their workers are in --hosts"
         raise UsageError("--hosts", got=f"beside {', '.join(given)}", expected="none of these", do=do)
