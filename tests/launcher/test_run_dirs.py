@@ -50,7 +50,7 @@ def test_every_attempt_keeps_its_files(tmp_path: Path) -> None:
         finish(run_dir, f"of {number}")
     assert run_dir.cluster_file.read_text() == "name: c3\n"
     for number in (1, 2):
-        kept = run_dir.attempt_dir(number)
+        kept = run_dir.root / "attempts" / str(number)
         assert (kept / "run.json").read_text() == (kept / "logs" / "rank-0.log").read_text() == f"of {number}"
         assert (kept / "cluster.yaml").read_text() == f"name: c{number}\n"
 

@@ -8,13 +8,16 @@ from pathlib import Path
 from ringweave.errors import LaunchError
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.run_dir import RunDir
-from ringweave.launcher.services import JobServer, SidecarEndpoint
+from ringweave.launcher.services import JobServer, ServiceSetup, SidecarEndpoint
 from ringweave.rpc import CertificateAuthority, Credentials
 from tests.polling import wait_until
 
 
-def issue(index: int) -> Credentials:
-    return CertificateAuthority("job").issue("server", str(index))
+def a_setup(site: HostContext, run_dir: RunDir, said: list[str], now_s: list[float]) -> ServiceSetup:
+    def issue(role: str, index: int) -> Credentials:
+        return CertificateAuthority("job").issue(role, str(index))
+
+    return ServiceSetup(node_context=site, run_dir=run_dir, issue=issue, give_up=said.append, clock=lambda: now_s[0])
 
 
 class FailsOnB(HostContext):
@@ -30,7 +33,7 @@ def test_one_that_dies_time_after_time_is_given_up_and_the_other_one_goes_on(tmp
     site, said, now_s = FailsOnB(), [], [0.0]
     posts = [SidecarEndpoint(node=node, advertised=site.pick_address(node)) for node in ("a", "b")]
     run_dir = RunDir(root=tmp_path)
-    server = JobServer(posts, site, run_dir, issue, give_up=said.append, clock=lambda: now_s[0])
+    server = JobServer(posts, a_setup(site, run_dir, said, now_s))
 
     def look() -> bool:
         now_s[0] += 1.0
@@ -67,7 +70,7 @@ def test_one_that_cannot_be_started_again_is_given_up_and_ends_nothing(tmp_path:
     (tmp_path / "logs").mkdir()
     site, said, now_s = StartsOnce(), [], [0.0]
     posts = [SidecarEndpoint(node=node, advertised=site.pick_address(node)) for node in ("a", "b")]
-    server = JobServer(posts, site, RunDir(root=tmp_path), issue, give_up=said.append, clock=lambda: now_s[0])
+    server = JobServer(posts, a_setup(site, RunDir(root=tmp_path), said, now_s))
 
     def look() -> bool:
         now_s[0] += 1.0

@@ -50,7 +50,8 @@ class Requirement:
     is_required: bool
     """Training a script on workers of this machine does not work without it."""
     fix_missing: str
-    fix_broken: str
+    fix_broken: str = ""
+    """Empty: the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,15 +84,13 @@ REQUIREMENTS: Mapping[str, Requirement] = {
         needed_for="everything; its entry point makes the backend known to torch",
         is_required=True,
         fix_missing=_REINSTALL_FIX,
-        fix_broken=_REINSTALL_FIX,
     ),
     "autoload": Requirement(
         needed_for="scripts that do not import ringweave",
         is_required=True,
         fix_missing="unset TORCH_DEVICE_BACKEND_AUTOLOAD",
-        fix_broken="unset TORCH_DEVICE_BACKEND_AUTOLOAD",
     ),
-    "torch": Requirement(needed_for="training", is_required=True, fix_missing=_TRAIN_FIX, fix_broken=_TRAIN_FIX),
+    "torch": Requirement(needed_for="training", is_required=True, fix_missing=_TRAIN_FIX),
     "backend": Requirement(
         needed_for='init_process_group("ringweave")',
         is_required=True,
@@ -108,7 +107,6 @@ REQUIREMENTS: Mapping[str, Requirement] = {
         needed_for="collectives on NVIDIA GPUs",
         is_required=False,
         fix_missing="install a CUDA build of torch: https://pytorch.org/get-started/locally",
-        fix_broken="install a CUDA build of torch: https://pytorch.org/get-started/locally",
     ),
     "gpus": Requirement(
         needed_for="training on GPUs",
@@ -120,7 +118,6 @@ REQUIREMENTS: Mapping[str, Requirement] = {
         needed_for="the examples: progress bar, TensorBoard, pictures",
         is_required=False,
         fix_missing=_TRAIN_FIX,
-        fix_broken=_TRAIN_FIX,
     ),
     "lab": Requirement(
         needed_for="ringweave lab: a cluster on one machine",
@@ -191,7 +188,7 @@ def findings_table(findings: Sequence[Finding]) -> str:
 
 
 def _make_finding(name: str, need: Requirement, observation: CheckResult) -> Finding:
-    fixes = {"ok": None, "missing": need.fix_missing, "broken": need.fix_broken}
+    fixes = {"ok": None, "missing": need.fix_missing, "broken": need.fix_broken or need.fix_missing}
     return Finding(
         name=name,
         state=observation.state,
@@ -459,17 +456,15 @@ def find_ports(run_dir: Path) -> list[ListeningPort]:
 
 def _processes_of(root: Path, ranks: Mapping[int, str]) -> dict[int, str]:
     """Return process id -> name of each running process of a run."""
+    import psutil  # late, so that the trial of torch starts at once
+
     found: dict[int, str] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        with contextlib.suppress(OSError):  # another user's, or it has ended
-            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            pid, is_of_run = int(entry.name), f"{environment.RUN_DIR}={root}\0".encode()
-            if pid in ranks and is_of_run in (entry / "environ").read_bytes():
-                found[pid] = ranks[pid]
-            elif "--run-dir" in words and str(root) in words and (known := _SIDECARS.keys() & set(words)):
-                found[pid] = _SIDECARS[min(known)]
+    for process in psutil.process_iter(["cmdline", "environ"]):  # None where it has ended, or is another user's
+        pid, words, variables = process.pid, process.info["cmdline"] or (), process.info["environ"] or {}
+        if pid in ranks and variables.get(environment.RUN_DIR) == str(root):
+            found[pid] = ranks[pid]
+        elif "--run-dir" in words and str(root) in words and (known := _SIDECARS.keys() & set(words)):
+            found[pid] = _SIDECARS[min(known)]
     return found
 
 

@@ -3,7 +3,7 @@
 import io
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 import click
@@ -24,6 +24,17 @@ def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
         nl: Add a line end.
     """
     click.echo(printable(text, keeps="\n\t"), err=err, nl=nl)
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines, with columns two spaces apart and the last one unpadded."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
+
+
+def format_ms(seconds: float | None) -> str:
+    """Format a time as `1.234 ms`; a dash for None."""
+    return "-" if seconds is None else f"{seconds * 1e3:.4g} ms"
 
 
 class ProgressPrinter:

@@ -10,7 +10,7 @@ import click
 
 from ringweave import units
 from ringweave.cli import job_options
-from ringweave.cli.echo import echo
+from ringweave.cli.echo import align_columns, echo
 from ringweave.cli.job_options import format_log_line, wait_until_gone, watch_job
 from ringweave.errors import UsageError, printable
 from ringweave.platforms import api
@@ -132,12 +132,6 @@ def event_table(job: JobView) -> list[str]:
     return align_columns(
         [("time", "kind", "text"), *((format_utc(each.time_s), each.kind, each.text) for each in job.events)]
     )
-
-
-def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines, with columns two spaces apart and the last one unpadded."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    return ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
 
 
 def format_utc(time_s: float) -> str:

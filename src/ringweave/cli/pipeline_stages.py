@@ -8,18 +8,18 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import click
 from click.core import ParameterSource
 from pydantic import Field
 
 from ringweave import topology, units
-from ringweave.cli.echo import echo
+from ringweave.cli.echo import echo, format_ms
 from ringweave.errors import UsageError
 from ringweave.files import file_io, yaml_files
 from ringweave.files.problems import InputProblem, raise_problems
-from ringweave.files.yaml_files import NOT_EMPTY, FileKind
+from ringweave.files.yaml_files import FileKind
 from ringweave.planning import stage_planner
 from ringweave.planning.partition.problem import PartitionMemory
 from ringweave.planning.partition.solve import solve_partition
@@ -40,9 +40,7 @@ class BlockEntry(yaml_files.FileEntry):
     """One item of `blocks`: a block, or `count` equal blocks."""
 
     forward: str = Field(description=f"{_TIME}: a microbatch on a device of speed 1", examples=["5ms"])
-    backward: Annotated[str | None, NOT_EMPTY] = Field(
-        default=None, description=f"{_TIME}; left out: twice forward", examples=["10ms"]
-    )
+    backward: str | None = Field(default=None, description=f"{_TIME}; left out: twice forward", examples=["10ms"])
     output: str = Field(default="0B", description=f"{_SIZE}, of a microbatch between two blocks", examples=["1MB"])
     gradients: str = Field(default="0B", description=f"{_SIZE}, of all parameters", examples=["4MB"])
     state: str = Field(
@@ -311,7 +309,7 @@ def print_simulation(cluster_path: str, pipeline_path: str, given: SimulationOpt
     lines = _lines(cluster, model, plan, devices)
     lines.insert(
         lines.index(""),
-        f"bound     {_format_ms(found.bound_s)} for any schedule, {found.bound_s / found.step_s:.2f} of that; devices "
+        f"bound     {format_ms(found.bound_s)} for any schedule, {found.bound_s / found.step_s:.2f} of that; devices "
         f"idle {found.bubble_fraction:.0%} (simulated)",
     )
     echo("\n".join(lines))
@@ -431,7 +429,7 @@ def _lines(cluster: Cluster, model: PipelineModel, plan: StagePlan, devices: _De
         f"pipeline  {len(model.blocks)} blocks, {model.num_microbatches} microbatches of {model.num_samples} samples, "
         f"{model.schedule}" + (f", {model.wire} between stages" if model.wire != "exact" else ""),
         f"stages    {_placement_text(plan)}",
-        f"step      {_format_ms(plan.step_s)}, {document['simulated_samples_per_s']:.4g} samples/s (simulated)",
+        f"step      {format_ms(plan.step_s)}, {document['simulated_samples_per_s']:.4g} samples/s (simulated)",
     ]
     if cluster.switches:
         lines.append("links     rates of NICs; uplinks of switches are not counted")
@@ -443,7 +441,7 @@ def _lines(cluster: Cluster, model: PipelineModel, plan: StagePlan, devices: _De
             busy = device["predicted_compute_s"] * model.num_microbatches / plan.step_s
             lines.append(
                 f"{stage:>5}  {blocks:<6}  {device['name']:{width}}  {device['samples']:>7}  {device['share']:>5.2f}"
-                f"  {_format_ms(device['predicted_compute_s']):>19}  {busy:>16.0%}"
+                f"  {format_ms(device['predicted_compute_s']):>19}  {busy:>16.0%}"
             )
     return [*lines, "", *_exchange_lines(document)]
 
@@ -455,19 +453,15 @@ def _exchange_lines(document: dict[str, Any]) -> list[str]:
         names = ", ".join(device["name"] for device in each["devices"])
         if len(each["devices"]) > 1:
             size = units.format_bytes(each["reduced_bytes"])
-            took = _format_ms(each["predicted_reduce_s"])
+            took = format_ms(each["predicted_reduce_s"])
             lines.append(f"inside stage {stage}: {size} of gradients reduced among {names}, {took} a step (predicted)")
     for link, each in enumerate(document["links"]):
         count = len(each["pieces"])
         lines.append(
             f"stage {link} to {link + 1}: {units.format_bytes(round(each['bytes']))} a microbatch each way in {count} "
-            f"piece{'s' if count > 1 else ''}, {_format_ms(each['predicted_transfer_s'])} (predicted)"
+            f"piece{'s' if count > 1 else ''}, {format_ms(each['predicted_transfer_s'])} (predicted)"
         )
     return lines
-
-
-def _format_ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms"
 
 
 def _trace_document(found: PipelineSimulation, devices: _Devices, title: str) -> dict[str, Any]:

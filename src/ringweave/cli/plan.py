@@ -9,7 +9,7 @@ import click
 
 from ringweave import cost, planning, topology, units
 from ringweave.cli import pipeline_stages
-from ringweave.cli.echo import ProgressPrinter, echo, terminal_progress
+from ringweave.cli.echo import ProgressPrinter, align_columns, echo, format_ms, terminal_progress
 from ringweave.cost import network
 from ringweave.environment import EXACT, WIRES
 from ringweave.errors import RingweaveError, UsageError
@@ -226,7 +226,7 @@ def _wire_lines(cluster: Cluster, plan: Plan, message: _Message, asked: str, rat
         return []
     exact = message._replace(wire=EXACT)
     now, before = (plan.choose(each.num_bytes, wire=each.wire) for each in (message, exact))
-    exact_text = f"exact {_format_time(before.predicted_s)} by {before.schedule} (predicted)"
+    exact_text = f"exact {format_ms(before.predicted_s)} by {before.schedule} (predicted)"
     if message.wire == EXACT:
         why = "a format would gain less than 10 %" if plan.wires else "no links between nodes, or too many ranks"
         return [f"wire     {exact_text}: {why}"]
@@ -241,8 +241,8 @@ def _wire_lines(cluster: Cluster, plan: Plan, message: _Message, asked: str, rat
     ]
     coding_s = plan.demand(now.schedule, wire=message.wire).coding_s_per_byte * message.num_bytes
     return [
-        f"wire     {what}: {_format_time(now.predicted_s)} by {now.schedule}, {exact_text}",
-        f"         coding takes {_format_time(coding_s)} of a rank's processor (predicted)",
+        f"wire     {what}: {format_ms(now.predicted_s)} by {now.schedule}, {exact_text}",
+        f"         coding takes {format_ms(coding_s)} of a rank's processor (predicted)",
         *_first_lines(links, "links"),
     ]
 
@@ -356,7 +356,7 @@ def _plan_lines(cluster: Cluster, plan: Plan, message: _Message) -> list[str]:
 
     what = f"{units.format_bytes(num_bytes)} among {len(plan.nodes)} ranks" + (", all exact" if wire != EXACT else "")
     return [
-        f"bound    {_format_time(plan.bound_s(num_bytes, kind))} for {_of_kind(kind)}{what}",
+        f"bound    {format_ms(plan.bound_s(num_bytes, kind))} for {_of_kind(kind)}{what}",
         f"         {planned.binding}",
         f"ring     {join_names(map(who, plan.ring_order))}",
         *(leader_lines(cluster, plan, who) if kind == "allreduce" else ()),
@@ -405,19 +405,14 @@ def _choice_table(plan: Plan, message: _Message, simulated: Mapping[str, float])
         rows.append(
             (
                 choice.schedule,
-                _format_time(choice.predicted_s),
-                *([_format_simulated(simulated.get(choice.schedule))] if simulated else []),
+                format_ms(choice.predicted_s),
+                *([format_ms(simulated.get(choice.schedule))] if simulated else []),
                 f"{fraction:.2f}" if fraction else "-",
                 f"{choice.num_segments}" + (", overlapping" if choice.lag else ""),
-                f"{demand.busiest}, {_format_time(demand.busiest_s_per_byte * num_bytes)}",
+                f"{demand.busiest}, {format_ms(demand.busiest_s_per_byte * num_bytes)}",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    lines = [
-        ("* " if row[0] == chosen else "  ")
-        + "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[-1]])
-        for row in rows
-    ]
+    lines = [("* " if row[0] == chosen else "  ") + line for row, line in zip(rows, align_columns(rows), strict=True)]
     why = _choice_reason(plan, message, plan.choose(num_bytes, chosen, kind, wire), simulated)
     return [*lines, *(f"  {name}: left out, {reason}" for name, reason in planned.left_out), "", why]
 
@@ -431,7 +426,7 @@ def _choice_reason(plan: Plan, message: _Message, chosen: ScheduleChoice, simula
             f"waits for {demand.num_latencies} messages one after the other and handles {demand.num_messages} per rank"
         )
     else:
-        reason = f"needs its most loaded link for {_format_time(demand.busiest_s_per_byte * num_bytes)} only"
+        reason = f"needs its most loaded link for {format_ms(demand.busiest_s_per_byte * num_bytes)} only"
     by_formula = plan.choose(num_bytes, kind=kind, wire=wire).schedule
     if not simulated:
         others = {choice.schedule: choice.predicted_s for choice in plan.choices(num_bytes, kind, wire)}
@@ -449,14 +444,6 @@ def _runner_up_text(chosen: str, seconds: Mapping[str, float], how: str) -> str:
         return f"the others are {how} to be as fast"
     rival = min(slower, key=slower.__getitem__)
     return f"next is {rival}, {how} to take {slower[rival] / seconds[chosen]:.2f} times as long"
-
-
-def _format_simulated(seconds: float | None) -> str:
-    return "-" if seconds is None else _format_time(seconds)
-
-
-def _format_time(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms"
 
 
 def print_measured(run_dir: str, *, as_json: bool) -> int:
@@ -518,9 +505,7 @@ def _measured_table(rows: list[dict[str, Any]]) -> list[str]:
         "measured/predicted",
         "rounds",
     )
-    cells = [titles, *map(_measured_cells, rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(titles))]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    lines = align_columns([titles, *map(_measured_cells, rows)])
     notes = [
         "measured: median on the group's first rank, waiting for late ranks included; predicted: by formula;",
         "plan: its version, one more each time that it was changed; bound: at the rates that this plan was made with,",
@@ -538,13 +523,9 @@ def _measured_cells(row: dict[str, Any]) -> tuple[str, ...]:
         row["schedule"],
         units.format_bytes(row["bytes"]),
         str(row["num_segments"]),
-        _format_measured_time(row["bound_s"]),
-        _format_measured_time(row["predicted_s"]),
-        _format_measured_time(row["measured_s"]),
+        format_ms(row["bound_s"]),
+        format_ms(row["predicted_s"]),
+        format_ms(row["measured_s"]),
         "-" if ratio is None else f"{ratio:.2f}",
         str(row["rounds"]),
     )
-
-
-def _format_measured_time(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.4g} ms"

@@ -75,7 +75,8 @@ def run_program_options(command: Callable[..., int]) -> Callable[..., int]:
         )
         workers.check_program(program)
         _check_schedule(options.worker_options.schedule)
-        _check_mode(options.mode)
+        if options.mode is not None:
+            modes.check_mode(options.mode, where="--mode")
         _check_spares(options)
         return command(options=options, **given)
 
@@ -145,11 +146,6 @@ def _check_schedule(name: str | None) -> None:
         from ringweave import schedules  # brings numpy, which most runs need not wait for here
 
         schedules.check_schedule_name(name, where="--schedule")
-
-
-def _check_mode(name: str | None) -> None:
-    if name is not None:
-        modes.check_mode(name, where="--mode")
 
 
 def _check_spares(options: RunOptions) -> None:
@@ -263,11 +259,7 @@ def _run_on_hosts(
 ) -> int:
     from ringweave.platforms.hosts import start  # brings the platform of jobs
 
-    others = {
-        "--workers": counts,
-        "--cluster": cluster_path,
-    }
-    given = [name for name, value in others.items() if value]
+    given = [name for name, value in {"--workers": counts, "--cluster": cluster_path}.items() if value]
     if given:
         do = f"Leave {given[0]} out; the hosts and their workers are in --hosts"
         raise UsageError("--hosts", got=f"beside {', '.join(given)}", expected="none of these", do=do)

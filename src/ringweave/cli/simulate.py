@@ -11,7 +11,7 @@ import click
 
 from ringweave import cost, planning, schedules, sim, topology, units
 from ringweave.cli import pipeline_stages
-from ringweave.cli.echo import echo, terminal_progress
+from ringweave.cli.echo import echo, format_ms, terminal_progress
 from ringweave.cli.plan import (
     RATES_OPTION,
     SIZE_OPTION,
@@ -214,14 +214,14 @@ def _simulation_lines(
 ) -> list[str]:
     if found.seconds < math.inf:
         share = f", {bound.seconds / found.seconds:.2f} of that" if found.seconds else ""
-        lines = [f"simulated  {_format_milliseconds(found.seconds)} for {what}; {work}"]
+        lines = [f"simulated  {format_ms(found.seconds)} for {what}; {work}"]
     else:
         share, lines = "", [f"simulated  never through: {what}; {work}", *_failure_lines(found, plan)]
-    lines += [f"bound      {_format_milliseconds(bound.seconds)}{share}", f"           {bound.binding}"]
+    lines += [f"bound      {format_ms(bound.seconds)}{share}", f"           {bound.binding}"]
     rates = {**{link.name: link.bandwidth_bytes_per_s for link in cluster.links()}, **measured}
     loaded = sorted(found.bytes_on_link.items(), key=lambda pair: -pair[1] / rates[pair[0]])
     lines += [
-        f"  {link} carries {carried / 1e6:.6g} MB, {_format_milliseconds(carried / rates[link])} at its rate"
+        f"  {link} carries {carried / 1e6:.6g} MB, {format_ms(carried / rates[link])} at its rate"
         for link, carried in loaded[:_MAX_LISTED]
     ]
     return [*lines, *([f"  ... and {len(loaded) - _MAX_LISTED} more links"] if len(loaded) > _MAX_LISTED else [])]
@@ -231,11 +231,6 @@ def _failure_lines(found: SimulationResult, plan: Plan) -> list[str]:
     dead = [f"  rank {rank} on {plan.nodes[rank]} was killed" for rank in found.died[:_MAX_LISTED]]
     first = sorted(found.noticed_s.items(), key=lambda pair: pair[1])
     noticed = [
-        f"  rank {rank} on {plan.nodes[rank]} gives up after {_format_milliseconds(at_s)}"
-        for rank, at_s in first[:_MAX_LISTED]
+        f"  rank {rank} on {plan.nodes[rank]} gives up after {format_ms(at_s)}" for rank, at_s in first[:_MAX_LISTED]
     ]
     return [*dead, *noticed, *([f"  ... and {len(first) - _MAX_LISTED} more"] if len(first) > _MAX_LISTED else [])]
-
-
-def _format_milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms"

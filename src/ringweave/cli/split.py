@@ -23,7 +23,7 @@ def command(gpus: int, capacity: str, min_per_node: int, as_json: bool) -> int:
 
     Exit code 2 if there is no such split; then the nearest possible totals are printed.
     """
-    found = split.split_workers(gpus, _parse_capacities(capacity), min_per_node=min_per_node)
+    found = split.split_workers(gpus, parse_capacities(capacity), min_per_node=min_per_node)
     if as_json:
         echo(json.dumps(_split_document(found)))
     elif found.is_feasible:
@@ -33,7 +33,12 @@ def command(gpus: int, capacity: str, min_per_node: int, as_json: bool) -> int:
     return 0 if found.is_feasible else 2
 
 
-def _parse_capacities(text: str) -> list[int]:
+def parse_capacities(text: str) -> list[int]:
+    """Parse the value of `--capacity`: `10,5`.
+
+    Raises:
+        UsageError: It is no list of whole numbers.
+    """
     try:
         return [int(word) for word in text.split(",")]
     except ValueError as error:

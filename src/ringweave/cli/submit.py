@@ -15,6 +15,7 @@ from ringweave import units
 from ringweave.cli import job_options
 from ringweave.cli.echo import echo
 from ringweave.cli.job_options import WORKER_OPTIONS, with_options
+from ringweave.cli.split import parse_capacities
 from ringweave.errors import UsageError
 from ringweave.jobs import request
 from ringweave.jobs.request import JobFlag, JobRequest
@@ -341,11 +342,7 @@ def _node_flags(capacity: str | None, max_retries: int | None, deletion: str | N
             got = ", ".join(f"--{key.replace('_', '-')}" for key in given)
             raise UsageError("flags", got=got, expected="--capacity, to whose nodes they apply", do=do)
         return {}
-    try:
-        nodes = [{"capacity": int(word), **given} for word in capacity.split(",")]
-    except ValueError as error:
-        expected = "whole numbers separated by commas, one for each node"
-        raise UsageError("--capacity", got=capacity, expected=expected, do="Write it like 10,5") from error
+    nodes = [{"capacity": each, **given} for each in parse_capacities(capacity)]
     return {"nodes": JobFlag(name="--capacity, --max-retries, --deletion" if given else "--capacity", value=nodes)}
 
 

@@ -195,3 +195,18 @@ def is_same_file(path: Path, descriptor: int) -> bool:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False
+
+
+class _Folder(Protocol):
+    @property
+    def root(self) -> Path: ...
+
+
+class PathBelow:
+    """Path of this name below the root of a folder, as an attribute of the folder's class."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: _Folder, owner: type) -> Path:
+        return folder.root / self._name

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ringweave import errors
@@ -305,21 +305,20 @@ def _printable_source(source: str) -> str:
     return source if source.isprintable() else errors.shorten(source)
 
 
-def _refuse_empty(value: Any) -> Any:
-    """Refuse a key without a value: leave the key out instead."""
-    if value is None:
-        raise PydanticCustomError("empty", "no value")
-    return value
-
-
-NOT_EMPTY = BeforeValidator(_refuse_empty)
-"""Validator for keys that may be left out, but not left empty."""
-
-
 class FileEntry(BaseModel):
-    """A map in a file: unknown keys are refused and types are not converted."""
+    """A map in a file: unknown keys are refused and types are not converted.
+
+    A key whose default is None may be left out, but not left empty.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_empty(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and cls.model_fields[str(info.field_name)].default is None:
+            raise PydanticCustomError("empty", "no value")
+        return value
 
 
 _FileEntryT = TypeVar("_FileEntryT", bound=FileEntry)

@@ -6,7 +6,7 @@ Stop, retry, suspend, resume and delete each change the desired state of a job; 
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field
 
@@ -195,11 +195,9 @@ class PolicyRuleEntry(yaml_files.FileEntry):
     """Item of `rules` in the policy file."""
 
     users: list[str] = Field(description=_USERS, examples=["[ann, bob]"])
-    verbs: Annotated[list[str] | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description=_VERBS, examples=["[submit, stop]"]
-    )
+    verbs: list[str] | None = Field(default=None, description=_VERBS, examples=["[submit, stop]"])
     jobs: str = Field(default="own", description="own or all: on whose jobs", examples=["own"])
-    max_gpus: Annotated[int | None, yaml_files.NOT_EMPTY] = Field(default=None, description=_GPU_LIMIT, examples=["16"])
+    max_gpus: int | None = Field(default=None, description=_GPU_LIMIT, examples=["16"])
 
 
 class PolicyEntry(yaml_files.FileEntry):
@@ -296,59 +294,33 @@ def _policy_problems(entry: PolicyEntry) -> Iterator[InputProblem]:
 def apply_verb(verb: str, job: Job, now: float) -> DesiredJobState:
     """Return the job's desired state after the verb.
 
-    `verb`: one of `VERB_NAMES`.
+    `verb`: one of `VERB_NAMES`. `stop`: the deletion policy of each node decides whether its group is kept. `retry`:
+    another run with full retries; a suspended job starts it when resumed. `suspend`: attempts that this ends are not
+    charged. `delete`: whatever the deletion policies.
 
     Raises:
         JobError: The verb has no meaning in the job's state; the text names a verb that has.
     """
-    if verb == "retry":
-        return request_retry(job)
-    others = {"stop": request_stop, "suspend": request_suspend, "resume": request_resume, "delete": request_delete}
-    return others[verb](with_pending_retry(job, now))  # a pending retry counts, though it has not started
-
-
-def request_stop(job: Job) -> DesiredJobState:
-    """Stop the job now; the deletion policy of each node decides whether its group is kept."""
-    _refuse_if_deleting("stop", job)
-    if job.record.outcome is not None:
-        raise _verb_error(
-            "stop", job, "a job that has not ended", f"Remove it with ringweave delete {job.request.name}"
-        )
-    return replace(job.desired, stop_run=job.record.run)
-
-
-def request_retry(job: Job) -> DesiredJobState:
-    """Start another run after a failed or stopped one, with full retries. A suspended job starts it when resumed."""
-    _refuse_if_deleting("retry", job)
-    if job.record.outcome not in (JobState.FAILED, JobState.STOPPED):
-        succeeded = job.record.outcome is JobState.SUCCEEDED
-        do = "Submit it under another name" if succeeded else "Wait for its end, or stop it first"
-        raise _verb_error("retry", job, "a job that has failed or was stopped", do)
-    return replace(job.desired, retry_run=job.record.run)
-
-
-def request_suspend(job: Job) -> DesiredJobState:
-    """Keep all groups from running until the job is resumed; attempts that this ends are not charged."""
-    _refuse_if_deleting("suspend", job)
-    if job.record.outcome is not None:
-        raise _verb_error("suspend", job, "a job that has not ended", "No process of it runs any more")
-    return replace(job.desired, suspend=True)
-
-
-def request_resume(job: Job) -> DesiredJobState:
-    """Let the job run again; no effect on a job that is not suspended."""
-    _refuse_if_deleting("resume", job)
-    return replace(job.desired, suspend=False)
-
-
-def request_delete(job: Job) -> DesiredJobState:
-    """Remove the job with everything it left, whatever the deletion policies."""
-    return replace(job.desired, delete=True)
-
-
-def _refuse_if_deleting(verb: str, job: Job) -> None:
+    if verb != "retry":
+        job = with_pending_retry(job, now)  # it counts, though it has not started
+    if verb == "delete":
+        return replace(job.desired, delete=True)
     if job.record.deleting or job.desired.delete:
         raise _verb_error(verb, job, "a job that is not being deleted", "Submit it again when it is gone")
+    if verb == "resume":
+        return replace(job.desired, suspend=False)
+    if verb == "retry":
+        if job.record.outcome not in (JobState.FAILED, JobState.STOPPED):
+            succeeded = job.record.outcome is JobState.SUCCEEDED
+            do = "Submit it under another name" if succeeded else "Wait for its end, or stop it first"
+            raise _verb_error(verb, job, "a job that has failed or was stopped", do)
+        return replace(job.desired, retry_run=job.record.run)
+    is_stop = verb == "stop"
+    if job.record.outcome is not None:
+        remove = f"Remove it with ringweave delete {job.request.name}"
+        do = remove if is_stop else "No process of it runs any more"
+        raise _verb_error(verb, job, "a job that has not ended", do)
+    return replace(job.desired, stop_run=job.record.run) if is_stop else replace(job.desired, suspend=True)
 
 
 def _verb_error(verb: str, job: Job, expected: str, do: str) -> JobError:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from ringweave.files.problems import shorten_names
 from ringweave.jobs import failures
+from ringweave.jobs.failures import GroupsByAttempt
 from ringweave.jobs.records import (
     MAX_HISTORY,
     AttemptEnd,
@@ -24,18 +25,16 @@ from ringweave.jobs.records import (
 )
 from ringweave.jobs.states import JobState, NodeState, Reason, make_reason
 
-GroupsByAttempt = dict[tuple[int, int], ObservedGroup]
-
 
 def advance_record(job: Job, observed: ObservedJobState, now: float) -> JobRecord:
     """Return the record after this observation.
 
     `observed`: observation of the platform, made after the record was read.
     """
-    groups = {(group.node, group.attempt): group for group in observed.groups}
+    groups = observed.by_attempt
     record = _update_progress(job, groups, now)
     if not _should_delete(job, record, now):
-        record = _decide_outcome(job, record, observed, now)
+        record = _decide_outcome(job, record, observed, groups, now)
     # Again: an end that is observed late may be longer ago than the TTL.
     record = replace(record, deleting=_should_delete(job, record, now))
     if not record.deleting:
@@ -115,9 +114,10 @@ def ttl_expiry_s(job: Job, record: JobRecord) -> float | None:
     return record.ended_s + job.request.ttl_s if record.ended_s is not None and job.request.ttl_s is not None else None
 
 
-def _decide_outcome(job: Job, record: JobRecord, observed: ObservedJobState, now: float) -> JobRecord:
+def _decide_outcome(
+    job: Job, record: JobRecord, observed: ObservedJobState, groups: GroupsByAttempt, now: float
+) -> JobRecord:
     """Set the outcome if there is one; otherwise end attempts after suspension or failures."""
-    groups = {(group.node, group.attempt): group for group in observed.groups}
     if record.outcome is not None:
         return record
     finished_s = _finish_time_s(job, record, groups, now)
@@ -269,12 +269,7 @@ def _charge_blaming_node(
     job: Job, record: JobRecord, groups: GroupsByAttempt, blame: PeerBlame
 ) -> dict[int, AttemptEnd]:
     """End and charge the first attempt that blamed a peer, once all nodes are at the barrier: no node was lost."""
-    current = {node: groups.get((node, record.nodes[node].attempt)) for node in job.used_nodes}
-    are_ready = all(
-        group is not None and group.is_at_barrier and group.round == record.round and record.nodes[node].ended is None
-        for node, group in current.items()
-    )
-    if not are_ready:
+    if not all(failures.is_at_barrier(record, node, groups) for node in job.used_nodes):
         return {}
     attempt = record.nodes[blame.node].attempt
     return {blame.node: AttemptEnd(attempt=attempt, cause=EndCause.PLATFORM, charged=True, text=blame.text)}
@@ -369,20 +364,11 @@ class _StatusContext:
         return self.groups.get((node, self.record.nodes[node].attempt))
 
     def is_at_barrier(self, node: int) -> bool:
-        """Return whether the node is at the barrier of this round, or beyond."""
-        group = self.current_group(node)
-        if group is None or self.record.nodes[node].ended is not None or group.round != self.record.round:
-            return False
-        return group.is_at_barrier
+        return failures.is_at_barrier(self.record, node, self.groups)
 
     def format_nodes(self, nodes: Iterable[int]) -> str:
         """Return `node n0`, or `nodes n0, n1 and 7 more`."""
         return _format_nodes(self.job, nodes)
-
-
-def _make_context(job: Job, record: JobRecord, observed: ObservedJobState) -> _StatusContext:
-    groups = {(group.node, group.attempt): group for group in observed.groups}
-    return _StatusContext(job=job, record=record, observed=observed, groups=groups)
 
 
 def _format_nodes(job: Job, nodes: Iterable[int]) -> str:
@@ -418,7 +404,7 @@ def format_blame(job: Job, blame: PeerBlame) -> str:
 
 def update_node_states(job: Job, record: JobRecord, observed: ObservedJobState) -> tuple[NodeRecord, ...]:
     """Return the nodes' records with updated state and reason."""
-    view = _make_context(job, record, observed)
+    view = _StatusContext(job=job, record=record, observed=observed, groups=observed.by_attempt)
     missing = [node for node in job.used_nodes if not view.is_at_barrier(node)]
     updated = []
     for node, known in enumerate(record.nodes):
@@ -492,7 +478,7 @@ _PENDING_REASONS = {
 
 def job_state(job: Job, record: JobRecord, observed: ObservedJobState) -> tuple[JobState, Reason | None]:
     """Return state and reason of the job. The states of its nodes must be up to date."""
-    view = _make_context(job, record, observed)
+    view = _StatusContext(job=job, record=record, observed=observed, groups=observed.by_attempt)
     name = job.request.name
     if record.deleting:
         left = sorted({group.node for group in observed.groups})

@@ -30,6 +30,13 @@ from ringweave.jobs.records import (
 GroupsByAttempt = Mapping[tuple[int, int], ObservedGroup]
 
 
+def is_at_barrier(record: JobRecord, node: int, groups: GroupsByAttempt) -> bool:
+    """Return whether a node is ready for this round. Groups beyond count: a removed config closes the barrier."""
+    known = record.nodes[node]
+    group = groups.get((node, known.attempt))
+    return group is not None and known.ended is None and group.round == record.round and group.is_at_barrier
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangRule:
     """Rule by which a suspected node counts as hanging."""
@@ -215,9 +222,7 @@ class FailureVerdict:
     """No decision is made before this time, unless more is observed."""
 
 
-def find_failures(
-    job: Job, record: JobRecord, groups: dict[tuple[int, int], ObservedGroup], now: float
-) -> list[AttemptFailure]:
+def find_failures(job: Job, record: JobRecord, groups: GroupsByAttempt, now: float) -> list[AttemptFailure]:
     """Return failed, hanging and vanished attempts that were not judged yet.
 
     After a node of an elastic job has finished, only script failures count, since no node is replaced any more.
@@ -228,7 +233,7 @@ def find_failures(
     return [failure for failure in failures if failure.cause is EndCause.PROGRAM or not job_is_finishing]
 
 
-def _find_failure(node: int, record: JobRecord, groups: dict[tuple[int, int], ObservedGroup]) -> AttemptFailure | None:
+def _find_failure(node: int, record: JobRecord, groups: GroupsByAttempt) -> AttemptFailure | None:
     known = record.nodes[node]
     group = groups.get((node, known.attempt))
     if known.ended is not None:
@@ -250,9 +255,7 @@ def _find_failure(node: int, record: JobRecord, groups: dict[tuple[int, int], Ob
     return AttemptFailure(node=node, attempt=known.attempt, cause=cause, text=text, group=group)
 
 
-def _hung_failures(
-    job: Job, record: JobRecord, groups: dict[tuple[int, int], ObservedGroup], now: float
-) -> Iterator[AttemptFailure]:
+def _hung_failures(job: Job, record: JobRecord, groups: GroupsByAttempt, now: float) -> Iterator[AttemptFailure]:
     for node, text in hung_nodes(job, record, groups, now).items():
         attempt = record.nodes[node].attempt
         group = groups[node, attempt]
@@ -271,9 +274,8 @@ def judge_failures(
         observed: The observation; groups that still run may turn out to be the first cause.
         now: Time on the clock of the groups' `ended_s`.
     """
-    ends = {
-        failure.node: failure.to_attempt_end(EndCause.PLATFORM, charged=True) for failure in _own_failures(failures)
-    }
+    own = [failure for failure in failures if failure.cause is EndCause.PLATFORM]
+    ends = {failure.node: failure.to_attempt_end(EndCause.PLATFORM, charged=True) for failure in own}
     late = [
         failure for failure in failures if failure.node not in ends and _failure_round(failure, record) < record.round
     ]
@@ -300,10 +302,6 @@ def judge_failures(
     # All blame a peer, and no other failed: charge the first, so that this cannot repeat for ever.
     ends[first.node] = first.to_attempt_end(EndCause.PLATFORM, charged=True)
     return FailureVerdict(ends=ends | _follower_ends([failure for failure in fresh if failure is not first]))
-
-
-def _own_failures(failures: list[AttemptFailure]) -> Iterator[AttemptFailure]:
-    return (failure for failure in failures if failure.cause is EndCause.PLATFORM)
 
 
 def _follower_ends(failures: list[AttemptFailure]) -> dict[int, AttemptEnd]:

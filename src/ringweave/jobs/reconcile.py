@@ -68,7 +68,7 @@ def _run_groups(
     groups = {group.node: group for group in kept}
     if observed.is_config_incomplete or not observed.has_config:
         yield records.CreateConfig(counts=job.counts)
-    job_is_finishing = jobs_failures.is_finishing(job, record, {(group.node, group.attempt): group for group in kept})
+    job_is_finishing = jobs_failures.is_finishing(job, record, observed.by_attempt)
     for node in job.used_nodes:
         known, group = record.nodes[node], groups.get(node)
         if known.is_excluded:
@@ -84,25 +84,18 @@ def _run_groups(
             max(group.round, group.requested_round) < record.round and group.phase.is_alive and not group.is_terminating
         ):
             yield records.RestartGroup(node=node, attempt=known.attempt, round=record.round)
-    if observed.released_round < record.round and _is_barrier_full(job, record, observed, groups):
+    if observed.released_round < record.round and _is_barrier_full(job, record, observed):
         yield records.ReleaseBarrier(round=record.round)
 
 
-def _is_barrier_full(job: Job, record: JobRecord, observed: ObservedJobState, groups: dict[int, ObservedGroup]) -> bool:
+def _is_barrier_full(job: Job, record: JobRecord, observed: ObservedJobState) -> bool:
     """Return whether all nodes are at the barrier but late ones, and these leave enough workers."""
-    present = [node for node in job.used_nodes if _is_group_at_barrier(record, node, groups)]
+    groups = observed.by_attempt
+    present = [node for node in job.used_nodes if jobs_failures.is_at_barrier(record, node, groups)]
     if not observed.late_nodes.issuperset(set(job.used_nodes) - set(present)):
         return False
     least = job.request.elastic.min if job.request.elastic is not None else job.request.num_workers
     return sum(job.counts[node] for node in present) >= least
-
-
-def _is_group_at_barrier(record: JobRecord, node: int, groups: dict[int, ObservedGroup]) -> bool:
-    """Return whether a group is ready for this round. Groups beyond count: a removed config closes the barrier."""
-    group = groups.get(node)
-    if group is None or record.nodes[node].ended is not None or group.round != record.round:
-        return False
-    return group.is_at_barrier
 
 
 def _clean_up(job: Job, record: JobRecord, kept: list[ObservedGroup]) -> Iterator[JobAction]:
@@ -131,7 +124,7 @@ def _next_requeue_s(job: Job, observed: ObservedJobState, now: float) -> float |
     if job.record.deleting:
         return None
     if should_run(job, job.record):
-        groups = {(group.node, group.attempt): group for group in observed.groups}
+        groups = observed.by_attempt
         failures = jobs_failures.find_failures(job, job.record, groups, now)
         judged_s = jobs_failures.judge_failures(failures, job.record, observed, now).wait_until_s
         hangs_s = jobs_failures.next_hang_s(job, job.record, groups, now)

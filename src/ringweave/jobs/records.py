@@ -135,6 +135,11 @@ class ObservedJobState:
     """Nodes of an elastic job that may come while the others train; the barrier does not wait for them."""
 
     @property
+    def by_attempt(self) -> dict[tuple[int, int], ObservedGroup]:
+        """Node and attempt -> group."""
+        return {(group.node, group.attempt): group for group in self.groups}
+
+    @property
     def is_under_way(self) -> bool:
         """A group runs, or is being removed."""
         return any(group.phase.is_alive or group.is_terminating for group in self.groups)

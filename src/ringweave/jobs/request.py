@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -349,13 +349,11 @@ _TEXT_LIST_RULE = "a list of texts; numbers in quotes"
 class JobNodeEntry(yaml_files.FileEntry):
     """Item of `nodes` in the job file: a node, or `count` equal nodes."""
 
-    name: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(default=None, description=NODE_NAME_RULE, examples=["n0"])
+    name: str | None = Field(default=None, description=NODE_NAME_RULE, examples=["n0"])
     capacity: int = Field(description=CAPACITY_RULE, examples=["8"])
     max_retries: int = Field(default=3, description=RETRIES_RULE, examples=["3"])
     deletion: str = Field(default="delete", description=DELETION_RULE, examples=["keep-on-failure"])
-    count: Annotated[int | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description=f"a whole number from 1 to {MAX_NODES}", examples=["4"]
-    )
+    count: int | None = Field(default=None, description=f"a whole number from 1 to {MAX_NODES}", examples=["4"])
 
 
 class ElasticEntry(yaml_files.FileEntry):
@@ -369,58 +367,38 @@ class JobFileEntry(yaml_files.FileEntry):
     """Root of the job file."""
 
     name: str = Field(description=NAME_RULE, examples=["my-job"])
-    gpus: Annotated[int | None, yaml_files.NOT_EMPTY] = Field(default=None, description=COUNT_RULE, examples=["15"])
-    cpu_workers: Annotated[int | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description=COUNT_RULE, examples=["4"]
-    )
-    script: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description="the path of a Python program", examples=["train.py"]
-    )
-    module: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
+    gpus: int | None = Field(default=None, description=COUNT_RULE, examples=["15"])
+    cpu_workers: int | None = Field(default=None, description=COUNT_RULE, examples=["4"])
+    script: str | None = Field(default=None, description="the path of a Python program", examples=["train.py"])
+    module: str | None = Field(
         default=None, description="the name of a module, as for python -m", examples=["text.train"]
     )
-    command: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description="a program without its arguments", examples=["bash"]
-    )
-    directory: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
+    command: str | None = Field(default=None, description="a program without its arguments", examples=["bash"])
+    directory: str | None = Field(
         default=None, description="the folder that the program needs around it", examples=["."]
     )
     arguments: list[str] = Field(default=[], description=_TEXT_LIST_RULE, examples=['[--epochs, "3"]'])
     environment: dict[str, str] = Field(default={}, description=ENVIRONMENT_RULE, examples=['{SEED: "1"}'])
-    data: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description="where the training data is", examples=["/data/text"]
-    )
-    image: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description="a container image", examples=["registry.example/train:1"]
-    )
-    claim: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description=CLAIM_RULE, examples=["checkpoints"]
-    )
-    lab: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
+    data: str | None = Field(default=None, description="where the training data is", examples=["/data/text"])
+    image: str | None = Field(default=None, description="a container image", examples=["registry.example/train:1"])
+    claim: str | None = Field(default=None, description=CLAIM_RULE, examples=["checkpoints"])
+    lab: str | None = Field(
         default=None, description="the name of a lab that is up on this machine", examples=["two-racks"]
     )
     mode: str = Field(default="auto", description=MODE_RULE, examples=["auto"])
-    schedule: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description="the name of a schedule", examples=["ring"]
-    )
-    tuning: Annotated[bool | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description="true or false", examples=["false"]
-    )
+    schedule: str | None = Field(default=None, description="the name of a schedule", examples=["ring"])
+    tuning: bool | None = Field(default=None, description="true or false", examples=["false"])
     order: str = Field(default="block", description=ORDER_RULE, examples=["round-robin"])
     replace_backend: bool = Field(default=False, description="true or false", examples=["true"])
     leader_per_nic: bool = Field(default=False, description="true or false", examples=["true"])
     encrypt: Encrypt = Field(default="auto", description="auto, on or off", examples=["auto"])
     wire: Wire = Field(default="exact", description="exact, bf16, int8, int4 or auto", examples=["int8"])
-    max_loss_increase: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description=LOSS_RULE, examples=["0.5%"]
-    )
-    elastic: Annotated[ElasticEntry | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description=ELASTIC_RULE, examples=["{min: 3}"]
-    )
+    max_loss_increase: str | None = Field(default=None, description=LOSS_RULE, examples=["0.5%"])
+    elastic: ElasticEntry | None = Field(default=None, description=ELASTIC_RULE, examples=["{min: 3}"])
     nodes: list[JobNodeEntry] = Field(description="a list of nodes", examples=["[{capacity: 10}, {capacity: 5}]"])
     standby: bool = Field(default=False, description="true or false", examples=["true"])
     min_per_node: int = Field(default=MIN_PER_NODE, description=COUNT_RULE, examples=["3"])
-    ttl: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(default=None, description=TTL_RULE, examples=["3600s"])
+    ttl: str | None = Field(default=None, description=TTL_RULE, examples=["3600s"])
     suspend: bool = Field(default=False, description="true or false", examples=["false"])
 
 
@@ -467,20 +445,13 @@ def request_from_flags(flags: Mapping[str, JobFlag]) -> JobRequest:
 
 def dump_request(request: JobRequest) -> str:
     """Return the job file of a request: `parse_request(dump_request(r)) == r`."""
-    content: dict[str, Any] = {"name": request.name, _total_key(request): request.num_workers}
-    usual = {"mode": "auto", "standby": False, "order": "block", "replace_backend": False, "leader_per_nic": False}
-    usual |= {"encrypt": "auto", "wire": "exact", "min_per_node": MIN_PER_NODE, "suspend": False}
-    content |= {
-        **{key: getattr(request, key) for key in PROGRAM_KEYS},
-        "directory": request.directory,
-        "arguments": list(request.arguments) or None,
-        "environment": dict(request.environment) or None,
-        "data": request.data,
-        "image": request.image,
-        "claim": request.claim,
-        "lab": request.lab,
-        "mode": request.mode,
-        **{key: getattr(request, key) for key in _OPTION_KEYS},
+    content: dict[str, Any] = {
+        "name": request.name,
+        "gpus" if request.device == "cuda" else "cpu_workers": request.num_workers,
+        **{key: getattr(request, key) for key in (*PROGRAM_KEYS, "directory")},
+        "arguments": list(request.arguments),
+        "environment": dict(request.environment),
+        **{key: getattr(request, key) for key in ("data", "image", "claim", "lab", "mode", *_OPTION_KEYS)},
         "elastic": None if request.elastic is None else _elastic_to_yaml(request.elastic),
         "standby": request.standby,
         "nodes": [_node_to_yaml(node) for node in request.nodes],
@@ -488,13 +459,8 @@ def dump_request(request: JobRequest) -> str:
         "ttl": None if request.ttl_s is None else units.format_seconds(request.ttl_s),
         "suspend": request.suspend,
     }
-    return yaml_files.dump_yaml(
-        {key: value for key, value in content.items() if value is not None and usual.get(key) != value}
-    )
-
-
-def _total_key(request: JobRequest) -> str:
-    return "gpus" if request.device == "cuda" else "cpu_workers"
+    fields = JobFileEntry.model_fields
+    return yaml_files.dump_yaml({key: value for key, value in content.items() if value != fields[key].default})
 
 
 def _node_to_yaml(node: NodeRequest) -> "CommentedMap":
@@ -574,30 +540,11 @@ def _build_request(value: Any) -> JobRequest:
         raise InputError(tuple({problem.path: problem for problem in reversed(placed)}.values())) from error
 
 
-_OPTION_KEYS = (
-    "schedule",
-    "tuning",
-    "order",
-    "replace_backend",
-    "leader_per_nic",
-    "encrypt",
-    "wire",
-    "max_loss_increase",
-)
-_UNCHANGED_FIELDS = {
-    *PROGRAM_KEYS,
-    *_OPTION_KEYS,
-    "directory",
-    "environment",
-    "data",
-    "image",
-    "claim",
-    "lab",
-    "mode",
-    "standby",
-    "min_per_node",
-    "suspend",
+_OPTION_KEYS = tuple(key for key in JobRequest.__dataclass_fields__ if key in worker_options.OPTION_NAMES)
+_UNCHANGED_FIELDS = JobRequest.__dataclass_fields__.keys() & JobFileEntry.model_fields.keys() - {
+    *("name", "nodes", "arguments", "elastic"),
 }
+"""Keys whose values are fields of the request as they are."""
 
 
 def _file_problems(entry: JobFileEntry) -> Iterator[InputProblem]:

@@ -15,11 +15,16 @@ MAX_DESCRIPTORS = 65_536
 """Descriptors that a worker may open, if the hard limit permits: callers of torch's store take some of them."""
 
 
-def main(launcher_pid: int, argv: list[str]) -> None:
-    """Ask the kernel to kill this process when the launcher dies, raise its limit of descriptors, become `argv`."""
+def tie_life_to(launcher_pid: int) -> None:
+    """Ask the kernel to kill this process when its parent, the launcher, dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher_pid:  # it died before the kernel knew
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(launcher_pid: int, argv: list[str]) -> None:
+    """Tie this process to the launcher, raise its limit of descriptors, become `argv`."""
+    tie_life_to(launcher_pid)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     own = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MAX_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < own:

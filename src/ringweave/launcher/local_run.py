@@ -14,8 +14,8 @@ from typing import Any, TextIO
 from ringweave import environment, telemetry
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import UsageError
-from ringweave.jobs import worker_options
-from ringweave.jobs.request import ELASTIC_SERVER_MODES, MODES, SERVER_MODES
+from ringweave.jobs import modes, worker_options
+from ringweave.jobs.request import ELASTIC_SERVER_MODES, SERVER_MODES
 from ringweave.jobs.restart_policy import EARLY_S, MAX_OWN_FAILURES, RestartPolicy
 from ringweave.jobs.worker_options import DEFAULT_OPTIONS, WorkerOptions
 from ringweave.lab import cpu_quotas
@@ -25,7 +25,7 @@ from ringweave.launcher.outcome import RunRecorder
 from ringweave.launcher.output import OutputConsole, write_message, write_notice
 from ringweave.launcher.run_dir import RunDir, path_from_here
 from ringweave.launcher.scale_requests import ScaleLimits, ScaleRequests
-from ringweave.launcher.services import CoordinatorProcesses, JobServer, run_coordinators
+from ringweave.launcher.services import CoordinatorProcesses, JobServer, ServiceSetup, create_coordinators
 from ringweave.launcher.workers import (
     WorkerGroup,
     WorkerProgram,
@@ -38,8 +38,6 @@ from ringweave.membership.settings import MemberBounds
 from ringweave.rpc import CertificateAuthority
 from ringweave.telemetry import verdict
 from ringweave.topology import Cluster
-
-_AUTO_MODE = MODES[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,12 +158,15 @@ def _run_attempt(
         write_notice(text, stderr)
 
     authority = CertificateAuthority(f"run-{os.getpid()}")
-    server = _create_server(request, authority, warn)
-    coordinators = None
+    service_setup = ServiceSetup(
+        node_context=request.node_context,
+        run_dir=request.run_dir,
+        issue=lambda role, index: authority.issue(role, str(index)),
+        give_up=warn,
+    )
+    server, coordinators = _create_server(request, service_setup), None
     if request.elastic is not None:
-        coordinators = run_coordinators(
-            request.elastic, request.cluster, request.node_context, request.run_dir, authority, warn
-        )
+        coordinators = create_coordinators(request.elastic, request.cluster, service_setup)
     group = _build_group(request, server, coordinators)
     services = [each for each in (server, coordinators) if each is not None]
     needs_credentials = bool(services) or request.options.worker_options.encrypts(between_hosts=False)
@@ -248,23 +249,13 @@ def _scale_requests(
     return ScaleRequests(request.run_dir, limits, num_workers, warn)
 
 
-def _create_server(
-    request: RunRequest, authority: CertificateAuthority, give_up: Callable[[str], object]
-) -> JobServer | None:
+def _create_server(request: RunRequest, setup: ServiceSetup) -> JobServer | None:
     """Create the parameter server if the mode needs or may need it; an elastic run in mode `auto` never chooses one."""
-    is_balanced = request.elastic is not None and request.options.mode == _AUTO_MODE
+    is_balanced = request.elastic is not None and request.options.mode == modes.AUTO
     mode = None if is_balanced else request.options.mode
     if request.elastic is not None and mode in ELASTIC_SERVER_MODES:
         mode = SERVER_MODES[0]  # sites of an elastic run are rings to the server
-    return JobServer.for_mode(
-        mode,
-        request.cluster,
-        request.node_context,
-        request.run_dir,
-        authority,
-        has_standby=request.options.has_standby,
-        give_up=give_up,
-    )
+    return JobServer.for_mode(mode, request.cluster, setup, has_standby=request.options.has_standby)
 
 
 def _build_group(

@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringweave.environment import EXACT
-from ringweave.errors import RingweaveError, UsageError, explain
+from ringweave.errors import RingweaveError, UsageError
 from ringweave.files import file_io, rotation
+from ringweave.files.file_io import PathBelow
 from ringweave.telemetry import Event, read_events
 from ringweave.telemetry.run_metrics import RunMetrics
 
@@ -275,22 +276,13 @@ class RunDir:
 
     root: Path
 
-    @property
-    def run_json(self) -> Path:
-        return self.root / "run.json"
-
-    @property
-    def events(self) -> Path:
-        return self.root / "events.jsonl"
-
-    @property
-    def scale_request(self) -> Path:
-        """Path of the request for another number of workers of an elastic run."""
-        return self.root / "scale.json"
-
-    @property
-    def cluster_file(self) -> Path:
-        return self.root / "cluster.yaml"
+    run_json = PathBelow("run.json")
+    events = PathBelow("events.jsonl")
+    cluster_file = PathBelow("cluster.yaml")
+    scale_request = PathBelow("scale.json")
+    """Request for another number of workers of an elastic run."""
+    leadership_log = PathBelow("claims")
+    """Folder in which a parameter server and its standby record which one leads."""
 
     def worker_log(self, global_rank: int) -> Path:
         return self.root / "logs" / f"rank-{global_rank}.log"
@@ -304,15 +296,6 @@ class RunDir:
     def server_log(self, index: int = 0) -> Path:
         """Return the path of the parameter server's log, or, with 1, of its standby's."""
         return self.root / "logs" / (f"server-{index}.log" if index else "server.log")
-
-    @property
-    def leadership_log(self) -> Path:
-        """Folder in which a parameter server and its standby record which one leads."""
-        return self.root / "claims"
-
-    def attempt_dir(self, number: int) -> Path:
-        """Return the folder that keeps the files of an earlier attempt."""
-        return self.root / "attempts" / str(number)
 
 
 def create_run_dir(parent: Path, target: str, now: datetime) -> RunDir:
@@ -331,9 +314,7 @@ def create_run_dir(parent: Path, target: str, now: datetime) -> RunDir:
         except FileExistsError:
             continue
         except OSError as error:
-            raise UsageError(
-                _run_dir_refusal(run_dir, "one that can be created", f"({error.strerror}) Give a")
-            ) from error
+            raise _run_dir_error(run_dir, "one that can be created", f"({error.strerror}) Give a") from error
         return run_dir
 
 
@@ -348,16 +329,14 @@ def hold_run_dir(run_dir: RunDir) -> Iterator[None]:
         run_dir.root.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(run_dir.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise UsageError(
-            _run_dir_refusal(run_dir, "a directory that can be written", f"({error.strerror}) Give another")
-        ) from error
+        do = f"({error.strerror}) Give another"
+        raise _run_dir_error(run_dir, "a directory that can be written", do) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise UsageError(
-            _run_dir_refusal(run_dir, "one that no other run uses", "Wait for that run, or give another")
-        ) from error
+        do = "Wait for that run, or give another"
+        raise _run_dir_error(run_dir, "one that no other run uses", do) from error
     try:
         yield
     finally:
@@ -397,7 +376,7 @@ def begin_attempt(run_dir: RunDir, cluster_text: str | None) -> int:
         _archive_attempt(run_dir, number)
         number += 1
     elif run_dir.cluster_file.exists() and run_dir.cluster_file.read_text(encoding="utf-8") != cluster_text:
-        raise UsageError(_run_dir_refusal(run_dir, "one without a cluster.yaml of another origin", "Give another"))
+        raise _run_dir_error(run_dir, "one without a cluster.yaml of another origin", "Give another")
     if cluster_text is not None:
         run_dir.cluster_file.write_text(cluster_text, encoding="utf-8")
     (run_dir.root / "logs").mkdir(exist_ok=True)
@@ -405,7 +384,7 @@ def begin_attempt(run_dir: RunDir, cluster_text: str | None) -> int:
 
 
 def _archive_attempt(run_dir: RunDir, number: int) -> None:
-    target = run_dir.attempt_dir(number)
+    target = run_dir.root / "attempts" / str(number)
     target.mkdir(parents=True)
     for name in _ATTEMPT_FILES:
         if (run_dir.root / name).exists():
@@ -417,5 +396,5 @@ def path_from_here(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _run_dir_refusal(run_dir: RunDir, expected: str, do: str) -> str:
-    return explain("run directory", got=str(run_dir.root), expected=expected, do=f"{do} --run-dir")
+def _run_dir_error(run_dir: RunDir, expected: str, do: str) -> UsageError:
+    return UsageError("run directory", got=str(run_dir.root), expected=expected, do=f"{do} --run-dir")

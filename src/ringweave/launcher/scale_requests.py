@@ -12,7 +12,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from ringweave import telemetry
@@ -174,22 +174,13 @@ class ScaleRequests:
 
     def grant_request(self, workers: int, *, starting: Sequence[int], leaving: Sequence[int]) -> None:
         """Answer the last request: it is done."""
-        before, self.workers = self.workers, workers
-        self._write_answer(ScaleAnswer(workers=workers, before=before, starting=starting, leaving=leaving))
-        self._notify_user(
-            describe_answer(ScaleAnswer(workers=workers, before=before, starting=starting, leaving=leaving))
-        )
+        answer = ScaleAnswer(workers=workers, before=self.workers, starting=starting, leaving=leaving)
+        self.workers = workers
+        self._write_answer(answer)
+        self._notify_user(describe_answer(answer))
 
     def _write_answer(self, scale: ScaleAnswer) -> None:
-        self._events.write(
-            "workers_scaled",
-            request_id=self._request_id,
-            workers=scale.workers,
-            before=scale.before,
-            starting=list(scale.starting),
-            leaving=list(scale.leaving),
-            refused=scale.refused,
-        )
+        self._events.write("workers_scaled", request_id=self._request_id, **asdict(scale))
 
 
 def describe_answer(scale: ScaleAnswer) -> str:

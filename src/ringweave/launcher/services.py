@@ -22,7 +22,7 @@ from ringweave.launcher.run_dir import RunDir
 from ringweave.launcher.workers import HostPort
 from ringweave.membership.messages import CoordinatorStatus, CoordinatorStatusRequest, is_ring_part
 from ringweave.membership.settings import MemberBounds
-from ringweave.rpc import CertificateAuthority, Credentials
+from ringweave.rpc import Credentials
 from ringweave.topology import Cluster
 
 _SHELL_SIGNAL_BASE = 128
@@ -95,35 +95,34 @@ def start_sidecar(
             os.close(descriptor)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceSetup:
+    """Objects that the services of a run, or of one node of a job, share."""
+
+    node_context: NodeContext
+    """Context that runs processes on a node."""
+    run_dir: RunDir
+    """Gets their logs and events."""
+    issue: Callable[[str, int], Credentials]
+    """Role and index -> credentials of the next process with them."""
+    give_up: Callable[[str], object] = lambda text: None
+    """Gets a text about each process that is not restarted."""
+    clock: Callable[[], float] = time.monotonic
+
+
 class ServiceProcesses(abc.ABC):
     """Processes of one service beside the workers, each with an index; one that dies time after time is given up."""
 
     _name: str
+    _role: str
+    """Role in the credentials."""
     _consequence: str
     """Consequence of giving a process up, for people."""
     _stop_timeout_s: float
 
-    def __init__(
-        self,
-        endpoints: Mapping[int, SidecarEndpoint],
-        node_context: NodeContext,
-        run_dir: RunDir,
-        credentials: Callable[[int], Credentials],
-        give_up: Callable[[str], object],
-        clock: Callable[[], float],
-    ) -> None:
-        """Create the object; starts no process yet.
-
-        Args:
-            endpoints: Index -> endpoint of each process that runs here.
-            node_context: Context that runs processes on a node.
-            run_dir: Gets their logs and events.
-            credentials: Index -> credentials of its next process.
-            give_up: Gets a text about each process that is not restarted.
-            clock: Monotonic seconds.
-        """
-        self._own_endpoints, self._node_context, self._run_dir = dict(endpoints), node_context, run_dir
-        self._credentials, self._give_up, self._clock = credentials, give_up, clock
+    def __init__(self, endpoints: Mapping[int, SidecarEndpoint], setup: ServiceSetup) -> None:
+        """`endpoints`: index -> endpoint of each process that runs here. Starts none yet."""
+        self._own_endpoints, self._setup, self._run_dir = dict(endpoints), setup, setup.run_dir
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._restart_policies = {index: RestartPolicy() for index in endpoints}
         self._started_s: dict[int, float] = {}
@@ -169,7 +168,7 @@ class ServiceProcesses(abc.ABC):
 
     def restart_dead(self) -> None:
         """Restart dead processes, after a delay where they died soon after their start."""
-        now_s = self._clock()
+        now_s = self._setup.clock()
         for index, process in list(self._processes.items()):
             policy, exit_code = self._restart_policies[index], process.poll()
             if exit_code is not None and index in self._started_s and self._is_replaced(exit_code):
@@ -208,18 +207,18 @@ class ServiceProcesses(abc.ABC):
     def _record_exit(self, index: int, exit_code: int, *, was_stopped: bool) -> None: ...
 
     def _start_process(self, index: int, *, is_first: bool) -> None:
-        secret = self._credentials(index).to_descriptor()
+        secret = self._setup.issue(self._role, index).to_descriptor()
         argv, inherited = self._argv(index, f"fd:{secret}", is_first=is_first), self._take_inherited()
         process = self._processes[index] = start_sidecar(
             self._name,
             argv,
             endpoint=self._own_endpoints[index],
-            node_context=self._node_context,
+            node_context=self._setup.node_context,
             environ=self._environ,
             log=self._log(index),
             inherited_fds=[secret, *inherited],
         )
-        self._started_s[index] = self._clock()
+        self._started_s[index] = self._setup.clock()
         self._record_start(index, process.pid)
 
     def _stop_processes(self) -> None:
@@ -236,7 +235,7 @@ class ServiceProcesses(abc.ABC):
         restart_policy = self._restart_policies[index]
         if restart_policy.has_given_up:
             node, log = self._own_endpoints[index].node, self._log(index)
-            self._give_up(
+            self._setup.give_up(
                 f"{self._name} {index} on node {node} is given up: {restart_policy.num_failed_starts} of its processes "
                 f"in a row ended soon after their start, {how}. {self._consequence} See the cause in {log}."
             )
@@ -306,40 +305,13 @@ class CoordinatorProcesses(ServiceProcesses):
     Training goes on without them: it needs coordinators only when members come or go.
     """
 
-    _name = "coordinator"
+    _name = _role = COORDINATOR_ROLE
     _consequence = "Training continues, without a standby for the other coordinator."
     _stop_timeout_s = 3.0
 
-    def __init__(
-        self,
-        pair: CoordinatorPair,
-        node_context: NodeContext,
-        run_dir: RunDir,
-        credentials: Callable[[int], Credentials],
-        *,
-        standby_by_index: Mapping[int, bool],
-        give_up: Callable[[str], object] = lambda text: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Create the object; starts no process yet.
-
-        Args:
-            pair: Both coordinators.
-            node_context: Context that runs processes on a node.
-            run_dir: Gets their logs and events.
-            credentials: Index -> credentials of its next process.
-            standby_by_index: Index of each coordinator that this process starts -> it is a standby at first.
-            give_up: Gets a text about each coordinator that is not restarted.
-            clock: Monotonic seconds.
-        """
-        super().__init__(
-            {index: pair.endpoints[index] for index in standby_by_index},
-            node_context,
-            run_dir,
-            credentials,
-            give_up,
-            clock,
-        )
+    def __init__(self, pair: CoordinatorPair, setup: ServiceSetup, standby_by_index: Mapping[int, bool]) -> None:
+        """`standby_by_index`: index of each coordinator that runs here -> it is a standby at first."""
+        super().__init__({index: pair.endpoints[index] for index in standby_by_index}, setup)
         self._pair, self._standby_by_index = pair, standby_by_index
         self._waiting_since_s: float | None = None
 
@@ -379,14 +351,7 @@ class CoordinatorProcesses(ServiceProcesses):
         """Record nothing: training goes on without them."""
 
 
-def run_coordinators(
-    bounds: MemberBounds,
-    cluster: Cluster,
-    node_context: NodeContext,
-    run_dir: RunDir,
-    authority: CertificateAuthority,
-    give_up: Callable[[str], object] = lambda text: None,
-) -> CoordinatorProcesses:
+def create_coordinators(bounds: MemberBounds, cluster: Cluster, setup: ServiceSetup) -> CoordinatorProcesses:
     """Create both coordinators of a run on a cluster, on two nodes where there are two.
 
     Raises:
@@ -395,20 +360,13 @@ def run_coordinators(
     names = [node.name for node in cluster.nodes]
     pair = CoordinatorPair(
         endpoints=[
-            SidecarEndpoint(node=node, advertised=node_context.pick_address(node))
+            SidecarEndpoint(node=node, advertised=setup.node_context.pick_address(node))
             for node in (names[0], names[1 % len(names)])
         ],
         bounds=bounds,
         expected_members=sum(node.num_devices for node in cluster.nodes),
     )
-    return CoordinatorProcesses(
-        pair,
-        node_context,
-        run_dir,
-        credentials=lambda index: authority.issue(COORDINATOR_ROLE, str(index)),
-        standby_by_index={0: False, 1: True},
-        give_up=give_up,
-    )
+    return CoordinatorProcesses(pair, setup, {0: False, 1: True})
 
 
 class CoordinatorQuery:
@@ -464,54 +422,34 @@ class JobServer(ServiceProcesses):
     With a standby, the one of the two that dies is restarted and follows the other.
     """
 
-    _name = "parameter server"
+    _name, _role = "parameter server", SERVER_ROLE
     _consequence = "Training continues with the other one, without a standby."
     _stop_timeout_s = 5.0
 
     def __init__(
-        self,
-        endpoints: Sequence[SidecarEndpoint],
-        node_context: NodeContext,
-        run_dir: RunDir,
-        credentials: Callable[[int], Credentials],
-        *,
-        member: ServerPairMember | None = None,
-        give_up: Callable[[str], object] = lambda text: None,
-        clock: Callable[[], float] = time.monotonic,
+        self, endpoints: Sequence[SidecarEndpoint], setup: ServiceSetup, member: ServerPairMember | None = None
     ) -> None:
         """Create the object; starts no process yet.
 
         Args:
             endpoints: Endpoints of the server and, if there is one, of its standby.
-            node_context: Context that runs processes on a node.
-            run_dir: Gets their logs and events.
-            credentials: Index -> credentials of its next process.
+            setup: Objects of the run or the node.
             member: The one of a job's two servers that runs on this node; None: all servers run here.
-            give_up: Gets a text about one that dies time after time; it is not restarted.
-            clock: Monotonic seconds.
         """
         own = {index: each for index, each in enumerate(endpoints) if member is None or member.index == index}
-        super().__init__(own, node_context, run_dir, credentials, give_up, clock)
+        super().__init__(own, setup)
         self._endpoints, self._member = tuple(endpoints), member
         self._inherited: list[int] = []
-        self._events = telemetry.EventLog(run_dir.events)
+        self._events = telemetry.EventLog(setup.run_dir.events)
         self._last_connected_s: float | None = None
 
     @classmethod
     def for_mode(
-        cls,
-        mode: str | None,
-        cluster: Cluster,
-        node_context: NodeContext,
-        run_dir: RunDir,
-        authority: CertificateAuthority,
-        *,
-        has_standby: bool = False,
-        give_up: Callable[[str], object] = lambda text: None,
+        cls, mode: str | None, cluster: Cluster, setup: ServiceSetup, *, has_standby: bool = False
     ) -> "JobServer | None":
         """Create the server that a mode needs, or may come to need (`auto`), on the best connected node of a run.
 
-        Returns None if the mode needs none. The authority of the run issues the credentials.
+        Returns None if the mode needs none.
 
         Raises:
             LaunchError: There is no free port.
@@ -523,12 +461,8 @@ class JobServer(ServiceProcesses):
         best_node = group_planner.find_best_connected(cluster).node
         others = [node.name for node in cluster.nodes if node.name != best_node]
         nodes = [best_node, *([*others, best_node][:1] if has_standby else ())]
-        endpoints = [SidecarEndpoint(node=node, advertised=node_context.pick_address(node)) for node in nodes]
-
-        def issue(index: int) -> Credentials:
-            return authority.issue(SERVER_ROLE, str(index))
-
-        return cls(endpoints, node_context, run_dir, issue, give_up=give_up)
+        endpoints = [SidecarEndpoint(node=node, advertised=setup.node_context.pick_address(node)) for node in nodes]
+        return cls(endpoints, setup)
 
     @property
     def node(self) -> str:

@@ -31,7 +31,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ringweave import environment
 from ringweave.jobs.restart_policy import RestartPolicy
-from ringweave.launcher import entry
+from ringweave.launcher import bootstrap, entry
 
 if TYPE_CHECKING:
     from ringweave.launcher.node_context import NodeEntry  # brings the lab, of which a spare has no need
@@ -359,7 +359,6 @@ _CAP_SYS_NICE = 23
 _AUTOGROUP = Path("/proc/self/autogroup")
 _AUTOGROUP_RETRIES, _AUTOGROUP_RETRY_S = 25, 0.02
 _CLONE_FS = 0x200
-_PR_SET_PDEATHSIG = 1
 _DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 """Beginnings of files that a process has open once a device's driver is loaded; after a fork it could not be used."""
 
@@ -477,9 +476,7 @@ def _fork_worker(channel: socket.socket, launcher_pid: int, descriptors: list[in
 def _become_child(launcher_pid: int, outputs: list[int]) -> None:
     """Do in a forked worker what `subprocess` and `bootstrap` do in another one."""
     os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher_pid:
-        os.kill(os.getpid(), signal.SIGKILL)
+    bootstrap.tie_life_to(launcher_pid)
     for each, number in zip(outputs, (1, 2), strict=True):
         os.dup2(each, number)
         os.close(each)

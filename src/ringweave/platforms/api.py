@@ -364,10 +364,7 @@ NewText = tuple[str, str, bytes]
 """Log (`NODE/ATTEMPT/ROUND/RANK`, or `.../events`), cursor after the text (`rotation.LogCursor`), text."""
 
 
-_ALL_LOGS = LogQuery()
-
-
-def find_logs(runs: Path, which: LogQuery = _ALL_LOGS) -> list[tuple[str, Path]]:
+def find_logs(runs: Path, which: LogQuery) -> list[tuple[str, Path]]:
     """Return the wanted logs with their names, in the order of output.
 
     `runs`: folder with the run directories of all attempts; it may be gone.

@@ -33,9 +33,7 @@ class NicEntry(yaml_files.FileEntry):
 
     name: str = Field(description=cluster.EXPECTED_NIC_NAME, examples=["eth0"])
     rate: str = Field(description=cluster.EXPECTED_RATE, examples=["400Mbit/s"])
-    numa: Annotated[int | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description=cluster.EXPECTED_NUMA, examples=["0"]
-    )
+    numa: int | None = Field(default=None, description=cluster.EXPECTED_NUMA, examples=["0"])
     rdma: bool = Field(default=False, description="true or false", examples=["false"])
     nearest: list[int] = Field(default=[], description=cluster.EXPECTED_NEAREST, examples=["[1, 0]"])
 
@@ -45,33 +43,23 @@ class DeviceEntry(yaml_files.FileEntry):
 
     kind: str = Field(default="cpu", description=cluster.EXPECTED_DEVICE_KIND, examples=["cpu"])
     speed: float = Field(default=1.0, description=cluster.EXPECTED_SPEED, examples=["1.0"])
-    numa: Annotated[int | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description=cluster.EXPECTED_NUMA, examples=["0"]
-    )
+    numa: int | None = Field(default=None, description=cluster.EXPECTED_NUMA, examples=["0"])
 
 
 class ClusterNodeEntry(yaml_files.FileEntry):
     """One item of `nodes`: a node, or `count` equal nodes."""
 
     name: str = Field(description=cluster.EXPECTED_NODE_NAME, examples=["a0"])
-    switch: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description="the name of a switch", examples=["r0"]
-    )
-    address: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description=cluster.EXPECTED_ADDRESS, examples=["10.0.0.1"]
-    )
-    nic: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description=cluster.EXPECTED_RATE, examples=["400Mbit/s"]
-    )
-    nics: Annotated[list[NicEntry] | None, yaml_files.NOT_EMPTY] = Field(
+    switch: str | None = Field(default=None, description="the name of a switch", examples=["r0"])
+    address: str | None = Field(default=None, description=cluster.EXPECTED_ADDRESS, examples=["10.0.0.1"])
+    nic: str | None = Field(default=None, description=cluster.EXPECTED_RATE, examples=["400Mbit/s"])
+    nics: list[NicEntry] | None = Field(
         default=None, description=f"a list of {cluster.EXPECTED_NICS}", examples=["[{name: eth0, rate: 400Mbit/s}]"]
     )
     devices: Annotated[list[DeviceEntry], BeforeValidator(_expand_device_count)] = Field(
         description=f"{cluster.EXPECTED_DEVICES}, as a number or as a list", examples=["2"]
     )
-    count: Annotated[int | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description=f"a whole number from 1 to {cluster.MAX_NODES}", examples=["4"]
-    )
+    count: int | None = Field(default=None, description=f"a whole number from 1 to {cluster.MAX_NODES}", examples=["4"])
 
 
 class SwitchEntry(yaml_files.FileEntry):
@@ -79,9 +67,7 @@ class SwitchEntry(yaml_files.FileEntry):
 
     name: str = Field(description=cluster.EXPECTED_NAME, examples=["r0"])
     uplink: str = Field(description=cluster.EXPECTED_RATE, examples=["200Mbit/s"])
-    parent: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description="the name of another switch", examples=["r1"]
-    )
+    parent: str | None = Field(default=None, description="the name of another switch", examples=["r1"])
 
 
 class ClusterEntry(yaml_files.FileEntry):
@@ -94,9 +80,7 @@ class ClusterEntry(yaml_files.FileEntry):
     switches: list[SwitchEntry] = Field(
         default=[], description="a list of switches", examples=["[{name: r0, uplink: 200Mbit/s}]"]
     )
-    latency: Annotated[str | None, yaml_files.NOT_EMPTY] = Field(
-        default=None, description=cluster.EXPECTED_LATENCY, examples=["50us"]
-    )
+    latency: str | None = Field(default=None, description=cluster.EXPECTED_LATENCY, examples=["50us"])
 
 
 def read_cluster_entries(value: Any) -> ClusterEntry:

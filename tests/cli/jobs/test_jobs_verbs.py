@@ -8,6 +8,7 @@ import yaml
 from click.shell_completion import ShellComplete
 
 from ringweave.cli import jobs, main, submit
+from ringweave.cli.echo import align_columns
 from ringweave.platforms import submission
 from ringweave.platforms.local import supervisor
 
@@ -293,5 +294,5 @@ def test_the_shell_completes_verbs_and_names_of_jobs(ask) -> None:
 
 
 def test_tables() -> None:
-    assert jobs.align_columns([("a", "b"), ("long", "c")]) == ["a     b", "long  c"]
+    assert align_columns([("a", "b"), ("long", "c")]) == ["a     b", "long  c"]
     assert jobs.format_utc(0.0) == "1970-01-01 00:00:00Z"

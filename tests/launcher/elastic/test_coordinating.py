@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from ringweave.launcher.services import (
     CoordinatorPair,
     CoordinatorProcesses,
     CoordinatorQuery,
+    ServiceSetup,
     SidecarEndpoint,
-    run_coordinators,
+    create_coordinators,
 )
 from ringweave.membership import main
 from ringweave.membership.messages import CoordinatorStatus, CoordinatorStatusRequest
@@ -50,12 +52,18 @@ class Noted(HostContext):
         return [sys.executable, "-c", ENDS_BADLY if len(self.asked) == 1 else STAYS]
 
 
+def a_setup(site: HostContext, folder: Path) -> ServiceSetup:
+    authority = CertificateAuthority("job")
+    run_dir = RunDir(root=folder)
+    return ServiceSetup(node_context=site, run_dir=run_dir, issue=lambda role, index: authority.issue(role, str(index)))
+
+
 def test_one_that_died_comes_back_as_a_standby_with_its_own_index(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     site = Noted()
     cluster = Cluster(name="two", nodes=tuple(Node(name=name, devices=(CPU,), nics=(NIC,)) for name in "ab"))
     bounds = MemberBounds(min_members=1, max_members=2)
-    crew = run_coordinators(bounds, cluster, site, RunDir(root=tmp_path), CertificateAuthority("job"))
+    crew = create_coordinators(bounds, cluster, a_setup(site, tmp_path))
 
     def look() -> bool:
         crew.restart_dead()
@@ -80,16 +88,8 @@ def test_one_that_dies_time_after_time_is_given_up_and_it_is_said(tmp_path: Path
     site, said, now_s = AlwaysFails(), [], [0.0]
     posts = [SidecarEndpoint(node=node, advertised=site.pick_address(node)) for node in ("a", "b")]
     pair = CoordinatorPair(endpoints=posts, bounds=MemberBounds(min_members=1, max_members=2), expected_members=2)
-    authority = CertificateAuthority("job")
-    coordinators = CoordinatorProcesses(
-        pair,
-        site,
-        RunDir(root=tmp_path),
-        lambda index: authority.issue("coordinator", str(index)),
-        standby_by_index={1: True},
-        give_up=said.append,
-        clock=lambda: now_s[0],
-    )
+    setup = replace(a_setup(site, tmp_path), give_up=said.append, clock=lambda: now_s[0])
+    coordinators = CoordinatorProcesses(pair, setup, {1: True})
 
     def look() -> bool:
         now_s[0] += 1.0
@@ -115,20 +115,14 @@ def test_one_that_cannot_be_started_again_is_given_up_and_ends_nothing(tmp_path:
     posts = [SidecarEndpoint(node=node, advertised=site.pick_address(node)) for node in ("a", "b")]
     left = [CertificateAuthority("job").issue("coordinator", "0")]
 
-    def credentials(index: int) -> Credentials:
+    def issue(role: str, index: int) -> Credentials:
         if not left:
             raise error
         return left.pop()
 
-    coordinators = CoordinatorProcesses(
-        CoordinatorPair(endpoints=posts, bounds=MemberBounds(min_members=1, max_members=2), expected_members=2),
-        site,
-        RunDir(root=tmp_path),
-        credentials,
-        standby_by_index={0: False},
-        give_up=said.append,
-        clock=lambda: now_s[0],
-    )
+    pair = CoordinatorPair(endpoints=posts, bounds=MemberBounds(min_members=1, max_members=2), expected_members=2)
+    setup = replace(a_setup(site, tmp_path), issue=issue, give_up=said.append, clock=lambda: now_s[0])
+    coordinators = CoordinatorProcesses(pair, setup, {0: False})
 
     def look() -> bool:
         now_s[0] += 1.0
@@ -186,7 +180,7 @@ def test_members_that_no_event_tells_of_are_asked_for(
 def test_only_the_first_process_is_told_who_starts_beside_it(tmp_path: Path) -> None:
     """When it dies and another one is started, those may be members, and nobody's successors any more."""
     (tmp_path / "logs").mkdir()
-    site, authority = Noted(), CertificateAuthority("job")
+    site = Noted()
     posts = [SidecarEndpoint(node=node, advertised=site.pick_address(node)) for node in ("a", "b")]
     pair = CoordinatorPair(
         endpoints=posts,
@@ -194,13 +188,7 @@ def test_only_the_first_process_is_told_who_starts_beside_it(tmp_path: Path) -> 
         expected_members=2,
         initial_members=("0.1", "1.1"),
     )
-    coordinators = CoordinatorProcesses(
-        pair,
-        site,
-        RunDir(root=tmp_path),
-        lambda index: authority.issue("coordinator", str(index)),
-        standby_by_index={0: True},
-    )
+    coordinators = CoordinatorProcesses(pair, a_setup(site, tmp_path), {0: True})
 
     def look() -> bool:
         coordinators.restart_dead()

@@ -13,7 +13,6 @@ from ringweave.platforms.agent.agent_channel import (
     AgentChannel,
     AgentStatus,
     DesiredState,
-    EndpointOffer,
     RoundOverError,
 )
 from ringweave.platforms.agent.job_config import RendezvousResult
@@ -76,7 +75,7 @@ class Scene:
         self.post, self.crews, self.time_s = FakePost(), [], 100.0
         self.agent = NodeAgent(
             self.post,
-            make_offer=lambda _: EndpointOffer(master_address=HERE),
+            make_offer=lambda _: {"master_address": HERE},
             start_workers=self.start,
             clock=lambda: self.time_s,
         )
@@ -198,7 +197,7 @@ def test_a_round_that_is_over_before_its_workers_start_is_no_failure_of_the_node
 
     post.happenings = [lambda: post.open(1), lambda: None, lambda: post.order(round=2), lambda: post.open(2), lambda: 0]
     assert (
-        NodeAgent(post, make_offer=lambda _: EndpointOffer(master_address=HERE), start_workers=start).serve_until_done()
+        NodeAgent(post, make_offer=lambda _: {"master_address": HERE}, start_workers=start).serve_until_done()
         is GroupPhase.SUCCEEDED
     )
     assert phases(post.told) == [(1, "Ready"), (1, "Interrupted"), (2, "Ready"), (2, "Running"), (2, "Succeeded")]
@@ -216,9 +215,7 @@ def test_who_waits_for_credentials_obeys_the_order_to_leave(is_offering: bool) -
         agent.request_leave("it got SIGTERM")
         raise RoundOverError(1, agent.stop_reason())
 
-    agent = NodeAgent(
-        post, make_offer=wait if is_offering else lambda _: EndpointOffer(master_address=HERE), start_workers=wait
-    )
+    agent = NodeAgent(post, make_offer=wait if is_offering else lambda _: {"master_address": HERE}, start_workers=wait)
     post.happenings = [lambda: post.open(1)] if not is_offering else []
     post.happenings += [lambda: None]
     assert agent.serve_until_done() is GroupPhase.STOPPED
@@ -232,13 +229,13 @@ def test_who_waits_for_credentials_obeys_the_order_to_leave(is_offering: bool) -
 def test_who_waits_for_credentials_hears_of_the_next_round() -> None:
     post, waited = FakePost(), []
 
-    def offer(orders: DesiredState) -> EndpointOffer:
+    def offer(orders: DesiredState) -> dict[str, HostPort]:
         if not waited:
             assert agent.stop_reason() == ""
             post.order(round=2)
             waited.append(agent.stop_reason())
             raise RoundOverError(1, waited[0])
-        return EndpointOffer(master_address=HERE)
+        return {"master_address": HERE}
 
     agent = NodeAgent(post, make_offer=offer, start_workers=lambda _: pytest.fail("the gate is shut"))
     post.happenings = [lambda: None, lambda: post.order(stop=True, reason="enough")]
@@ -255,9 +252,7 @@ def test_what_cannot_be_started_is_the_places_doing() -> None:
 
     post.happenings = [lambda: post.open(1)]
     assert (
-        NodeAgent(
-            post, make_offer=lambda _: EndpointOffer(master_address=HERE), start_workers=refuse
-        ).serve_until_done()
+        NodeAgent(post, make_offer=lambda _: {"master_address": HERE}, start_workers=refuse).serve_until_done()
         is GroupPhase.FAILED
     )
     assert (post.told[-1].cause, post.told[-1].text) == (EndCause.PLATFORM, "no room")

@@ -15,7 +15,7 @@ from ringweave.launcher.outcome import RunRecorder, WorkerFailure
 from ringweave.launcher.output import OutputConsole
 from ringweave.launcher.processes import LocalLauncher, ProcessContext
 from ringweave.launcher.run_dir import RunDir
-from ringweave.launcher.services import JobServer, SidecarEndpoint
+from ringweave.launcher.services import JobServer, ServiceSetup, SidecarEndpoint
 from ringweave.launcher.supervise import NodePlan, NodeWorkers
 from ringweave.launcher.workers import HostPort, WorkerExit, WorkerProgram
 from ringweave.membership.client import COORDINATOR_SEARCH_S
@@ -51,12 +51,12 @@ def test_a_server_that_outlives_a_round_that_failed_was_stopped(
     opening = RendezvousResult(round=1, master_address=meeting, servers=(meeting,))
     group = job_config.node_worker_group(CONFIG, 0, opening, run_dir=run_dir, program=program, cpus=1)
     record = {"attempt": 1, "command": ["s.py"], "world_size": 1, "cluster": {"name": "job"}}
-    server = JobServer(
-        [SidecarEndpoint(node="a", advertised=meeting)],
-        StaysForEver(),
-        run_dir,
-        lambda index: CertificateAuthority("job").issue("server", str(index)),
+    setup = ServiceSetup(
+        node_context=StaysForEver(),
+        run_dir=run_dir,
+        issue=lambda role, index: CertificateAuthority("job").issue(role, str(index)),
     )
+    server = JobServer([SidecarEndpoint(node="a", advertised=meeting)], setup)
     context = ProcessContext(is_unrelated=lambda process: process.pid in server.pids)
     launcher = LocalLauncher(run_dir.worker_log, OutputConsole({}, os.environ), os.environ, process_context=context)
     recorder = RunRecorder(run_dir, group, record)

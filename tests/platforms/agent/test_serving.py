@@ -12,7 +12,7 @@ import pytest
 from ringweave.jobs.records import EndCause, GroupPhase
 from ringweave.launcher.node_context import HostContext
 from ringweave.launcher.run_dir import RunDir
-from ringweave.launcher.services import SERVER_IDLE_TIMEOUT_S, JobServer, SidecarEndpoint
+from ringweave.launcher.services import SERVER_IDLE_TIMEOUT_S, JobServer, ServiceSetup, SidecarEndpoint
 from ringweave.launcher.supervise import NodePlan, NodeWorkers
 from ringweave.launcher.workers import HostPort, WorkerExit, WorkerGroup, WorkerProgram, WorkerState
 from ringweave.platforms.agent import job_config
@@ -126,9 +126,12 @@ class FakeServer(JobServer):
 
 def test_a_server_is_wanted_while_somebody_talks_to_it(tmp_path: Path) -> None:
     here = SidecarEndpoint(node="a", advertised=HostPort(host="h", port=7))
-    server = fake = FakeServer(
-        [here], HostContext(), RunDir(root=tmp_path), lambda index: CertificateAuthority("job").issue("server", "0")
+    setup = ServiceSetup(
+        node_context=HostContext(),
+        run_dir=RunDir(root=tmp_path),
+        issue=lambda role, index: CertificateAuthority("job").issue(role, str(index)),
     )
+    server = fake = FakeServer([here], setup)
     assert server.is_needed(100.0)
     fake.num_connections = 1
     assert server.is_needed(200.0)

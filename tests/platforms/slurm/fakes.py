@@ -11,7 +11,6 @@ from subprocess import CompletedProcess
 from ringweave.jobs import admission, request
 from ringweave.jobs.admission import AccessPolicy
 from ringweave.jobs.request import JobRequest
-from ringweave.platforms.local.job_folder import JobFolder
 from ringweave.platforms.slurm.commands import SlurmClient
 from ringweave.platforms.slurm.job_runtime import AllocationGrant, SlurmDeps
 from ringweave.platforms.slurm.lease import SlurmTimeouts
@@ -125,7 +124,7 @@ SRUN = '#!/bin/sh\nwhile [ "$1" != --export=ALL ]; do shift; done; shift; exec "
 
 AGENT = """
 import fcntl, json, os, sys, time
-root, node, attempt, begun = sys.argv[1:]
+begun, root, node, attempt, key, lease_s = sys.argv[1:]
 group = f"{root}/groups/{node}.{attempt}"
 alive = open(f"{group}/alive", "w")
 fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,16 +168,11 @@ def means(fake: FakeSlurm, folder: Path, reached=lambda boundary: None) -> Slurm
     (folder / "bin" / "srun").chmod(0o755)
     (folder / "agent.py").write_text(AGENT)
 
-    def agent(job: JobFolder, node: int, attempt: int, key: str) -> list[str]:
-        words = [str(job.root), str(node), str(attempt), str(folder / "begun")]
-        return [sys.executable, "-I", "-S", str(folder / "agent.py"), *words]
-
     path = f"{folder / 'bin'}:/usr/bin:/bin"
     return SlurmDeps(
         slurm=SlurmClient(fake.run),
-        agent_command=agent,
+        agent=[sys.executable, "-I", "-S", str(folder / "agent.py"), str(folder / "begun")],
         environ={"PATH": path},
-        cleanup_command=["sweep"],
         timeouts=PATIENCE,
         on_boundary=reached,
     )

@@ -38,13 +38,12 @@ from ringweave.launcher.supervise import (
     start_node,
     with_member,
 )
-from ringweave.launcher.workers import WorkerGroup, WorkerProgram, WorkerSpec
+from ringweave.launcher.workers import HostPort, WorkerGroup, WorkerProgram, WorkerSpec
 from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.agent_channel import (
     AgentChannel,
     AgentStatus,
     DesiredState,
-    EndpointOffer,
     RoundOverError,
 )
 from ringweave.platforms.agent.job_config import JobConfig, RendezvousResult
@@ -73,13 +72,13 @@ class NodeAgent:
         self,
         channel: AgentChannel,
         *,
-        make_offer: Callable[[DesiredState], EndpointOffer],
+        make_offer: Callable[[DesiredState], Mapping[str, HostPort]],
         start_workers: Callable[[RendezvousResult], NodeRound],
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Create an agent in phase PENDING.
 
-        `make_offer`: prepares the desired round, and picks addresses on this node.
+        `make_offer`: prepares the desired round, and picks addresses on this node: fields of the status.
         """
         self._channel, self._make_offer, self._start_workers, self._clock = channel, make_offer, start_workers, clock
         self._status = AgentStatus(round=0, phase=GroupPhase.PENDING, pid=os.getpid())
@@ -163,12 +162,16 @@ class NodeAgent:
             self._finish(NodeOutcome(phase=GroupPhase.FAILED, cause=EndCause.PLATFORM, text=str(error)))
             return
         ready = AgentStatus(
-            round=desired.round, phase=GroupPhase.READY, pid=os.getpid(), master_address=offer.master_address
+            round=desired.round,
+            phase=GroupPhase.READY,
+            pid=os.getpid(),
+            master_address=offer["master_address"],
+            server=offer.get("server"),
+            coordinator=offer.get("coordinator"),
+            iterations=self._status.iterations,
+            last_loss=self._status.last_loss,
         )
-        addresses = {"server": offer.server, "coordinator": offer.coordinator}
-        self._report_status(
-            replace(ready, **addresses, iterations=self._status.iterations, last_loss=self._status.last_loss)
-        )
+        self._report_status(ready)
 
     def _start_round(self, rendezvous: RendezvousResult) -> None:
         try:
@@ -312,7 +315,7 @@ class _RoundStarter:
             with prepared.launcher:
                 pass
 
-    def prepare_round(self, desired: DesiredState) -> EndpointOffer:
+    def prepare_round(self, desired: DesiredState) -> dict[str, HostPort]:
         """Prepare the round's files and services on this node; return the addresses that it offers."""
         run_dir = round_run_dir(self._assignment.home, desired.round)
         (run_dir.root / "logs").mkdir(parents=True, exist_ok=True)
@@ -321,7 +324,7 @@ class _RoundStarter:
         self._write_cluster_file(run_dir, {})
         master_address = self._assignment.node_context.pick_address(self._node)
         self._begin_imports(RendezvousResult(round=desired.round, master_address=master_address), run_dir)
-        return EndpointOffer(master_address=master_address, **self._services.prepare_round(desired, self._stop_reason))
+        return {"master_address": master_address, **self._services.prepare_round(desired, self._stop_reason)}
 
     def _begin_imports(self, rendezvous: RendezvousResult, run_dir: RunDir) -> None:
         """Import what the workers need while the other nodes get ready; `rendezvous` is not the round's yet."""

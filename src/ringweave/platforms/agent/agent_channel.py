@@ -49,18 +49,6 @@ class RoundOverError(NoRestartError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EndpointOffer:
-    """Addresses that a ready node offers for a round."""
-
-    master_address: HostPort
-    """Possible master address, used if this node has rank 0."""
-    server: HostPort | None = None
-    """Address of this node's parameter server; None if it has none."""
-    coordinator: HostPort | None = None
-    """Address of this node's coordinator of an elastic job; None if it has none."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DesiredState:
     """Desired state of a node agent; it can be read at any time and any number of times."""
 

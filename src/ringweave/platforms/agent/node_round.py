@@ -1,7 +1,7 @@
 """One round of a node: progress and outcome of its workers, and preparation of the services that run on it."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from ringweave.launcher.services import (
     JobServer,
     ServerPairMember,
     ServiceProcesses,
+    ServiceSetup,
     SidecarEndpoint,
 )
 from ringweave.launcher.supervise import NodeWorkers
@@ -223,8 +224,8 @@ class _PreparedRound:
     round: int
     addresses: Mapping[str, HostPort]
     """Role -> offered address of the service on this node."""
-    server_credentials: Callable[[int], Credentials]
-    """Index of a parameter server -> credentials of its next process."""
+    authority: CertificateAuthority
+    """Issues the credentials of the parameter server of a job that is not elastic."""
 
 
 class RoundServices:
@@ -281,13 +282,7 @@ class RoundServices:
         addresses = {role: self._node_context.pick_address(self._node) for role in roles}
         if coordinators and self._host is not None:
             addresses = {role: replace(address, host=self._host) for role, address in addresses.items()}
-        self._prepared = _PreparedRound(
-            round=desired.round,
-            addresses=addresses,
-            server_credentials=self._credential_source(desired.round, SERVER_ROLE)
-            if coordinators
-            else lambda index: authority.issue(SERVER_ROLE, str(index)),
-        )
+        self._prepared = _PreparedRound(round=desired.round, addresses=addresses, authority=authority)
         return addresses
 
     def create_services(
@@ -295,49 +290,38 @@ class RoundServices:
     ) -> list[ServiceProcesses]:
         """Create the services of the started round on this node; they do not run yet."""
         prepared = self._prepared if self._prepared is not None and self._prepared.round == rendezvous.round else None
+        setup = ServiceSetup(
+            node_context=self._node_context,
+            run_dir=run_dir,
+            issue=lambda role, index: self._channel.take_credentials(rendezvous.round, f"{role}-{index}"),
+            give_up=write_notice,
+        )
         services: list[ServiceProcesses] = []
-        has_pair = len(self._server_nodes) > 1
-        if self._node in self._server_nodes and has_pair:
-            services.append(self._create_server_of_pair(rendezvous, run_dir))
+        if self._node in self._server_nodes and len(self._server_nodes) > 1:
+            services.append(self._create_server_of_pair(rendezvous, setup))
         elif self._node in self._server_nodes and prepared is not None:
-            services.append(self._create_server(run_dir, prepared))
+            services.append(self._create_server(prepared, setup))
         coordinators = self._config.coordinator_nodes
         if self._node in coordinators and len(rendezvous.coordinators) == len(coordinators):
             index = coordinators.index(self._node)
             offered = prepared.addresses.get(COORDINATOR_ROLE) if prepared is not None else None
-            services.append(
-                CoordinatorProcesses(
-                    self._coordinator_pair(rendezvous, initial_members),
-                    self._node_context,
-                    run_dir,
-                    credentials=self._credential_source(rendezvous.round, COORDINATOR_ROLE),
-                    standby_by_index={index: index > 0 or offered != rendezvous.coordinators[index]},
-                    give_up=write_notice,
-                )
-            )
+            is_standby = index > 0 or offered != rendezvous.coordinators[index]
+            pair = self._coordinator_pair(rendezvous, initial_members)
+            services.append(CoordinatorProcesses(pair, setup, {index: is_standby}))
         return services
 
-    def _create_server_of_pair(self, rendezvous: RendezvousResult, run_dir: RunDir) -> JobServer:
+    def _create_server_of_pair(self, rendezvous: RendezvousResult, setup: ServiceSetup) -> JobServer:
         """Create the server of this node; it follows the other one if that leads already."""
         log_server = LogServer(self._channel.leadership_log(rendezvous.round))
         pairs = zip(self._server_nodes, rendezvous.servers, strict=True)
-        return JobServer(
-            [self._endpoint(node, address) for node, address in pairs],
-            self._node_context,
-            run_dir,
-            self._credential_source(rendezvous.round, SERVER_ROLE),
-            member=ServerPairMember(index=self._server_nodes.index(self._node), open_log=log_server.open),
-            give_up=write_notice,
-        )
+        member = ServerPairMember(index=self._server_nodes.index(self._node), open_log=log_server.open)
+        return JobServer([self._endpoint(node, address) for node, address in pairs], setup, member)
 
-    def _create_server(self, run_dir: RunDir, prepared: _PreparedRound) -> JobServer:
+    def _create_server(self, prepared: _PreparedRound, setup: ServiceSetup) -> JobServer:
         """Create the server of this node; only of the agent that has offered it, since another one has no state."""
-        endpoint = self._endpoint(self._node, prepared.addresses[SERVER_ROLE])
-        return JobServer([endpoint], self._node_context, run_dir, prepared.server_credentials, give_up=write_notice)
-
-    def _credential_source(self, round_: int, role: str) -> Callable[[int], Credentials]:
-        """Return a function that takes the next credentials of a process of this role, by its index."""
-        return lambda index: self._channel.take_credentials(round_, f"{role}-{index}")
+        if not self._config.coordinator_nodes:
+            setup = replace(setup, issue=lambda role, index: prepared.authority.issue(role, str(index)))
+        return JobServer([self._endpoint(self._node, prepared.addresses[SERVER_ROLE])], setup)
 
     def _coordinator_pair(self, rendezvous: RendezvousResult, initial_members: Sequence[str]) -> CoordinatorPair:
         assert self._config.min_workers is not None, "it has coordinators"

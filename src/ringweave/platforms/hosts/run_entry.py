@@ -27,6 +27,7 @@ import platformdirs
 
 from ringweave.errors import JobError, LaunchError, UnknownJobError
 from ringweave.files import file_io
+from ringweave.files.file_io import PathBelow
 from ringweave.files.problems import suggest_closest
 from ringweave.jobs import records
 from ringweave.jobs.records import Job, JobEvent, JobRecord, JsonForm
@@ -36,7 +37,7 @@ from ringweave.param_server.leadership import RoundLeadership
 from ringweave.platforms.agent.job_config import RendezvousResult
 from ringweave.platforms.hosts.host_list import HostSpec
 from ringweave.platforms.hosts.quorum_election import Ballot, EntryVersion
-from ringweave.platforms.local.job_folder import JobFolder, PathBelow
+from ringweave.platforms.local.job_folder import JobFolder
 from ringweave.platforms.submission import JobOrigin
 
 

@@ -244,19 +244,24 @@ def refusal_reason(job: Job, refusals: list[ApiRefusal]) -> Reason:
 def status_with_refusals(status: Mapping[str, Any], job: Job, refusals: list[ApiRefusal], now: float) -> StatusObject:
     """Return the status with the refusals; an equal one if it has them already."""
     reason = refusal_reason(job, refusals)
-    reason_fields = {"reason": reason.code, "message": reason.text, "hint": reason.hint}
     refused = {refusal.node for refusal in refusals}
-    nodes = [{**node, **reason_fields} if index in refused else node for index, node in enumerate(status["nodes"])]
+    nodes = [
+        {**node, **_reason_fields(reason)} if index in refused else node for index, node in enumerate(status["nodes"])
+    ]
     conditions = [
         {**item, "reason": reason.code, "message": str(reason)} if item["type"] == "Running" else item
         for item in status["conditions"]
     ]
-    updated = {**status, **reason_fields, "nodes": nodes, "conditions": conditions}
+    updated = {**status, **_reason_fields(reason), "nodes": nodes, "conditions": conditions}
     key = f"round{job.record.round}/{reason.code}"
     if key not in {event["key"] for event in status["events"]}:
         event = {"key": key, "time": objects.format_time(now), "kind": reason.code, "text": str(reason)}
         updated["events"] = [*status["events"], event]
     return updated
+
+
+def _reason_fields(reason: Reason) -> StatusObject:
+    return {"reason": reason.code, "message": reason.text, "hint": reason.hint}
 
 
 def recorded_refusal(status: Mapping[str, Any]) -> Reason | None:
@@ -295,9 +300,7 @@ def status_from_job(
     status: StatusObject = {
         "observedGeneration": generation,
         "state": str(record.state),
-        "reason": record.reason.code if record.reason else "",
-        "message": record.reason.text if record.reason else "all nodes are running",
-        "hint": record.reason.hint if record.reason else "",
+        **_reason_fields(record.reason or Reason(code="", text="all nodes are running", hint="")),
         "ready": _ready_text(job),
         "workers": job.request.num_workers,
         "run": record.run,
@@ -360,11 +363,7 @@ def _node_status(job: Job, index: int) -> StatusObject:
         "retries": node_record.retries,
     }
     if node_record.reason:
-        status |= {
-            "reason": node_record.reason.code,
-            "message": node_record.reason.text,
-            "hint": node_record.reason.hint,
-        }
+        status |= _reason_fields(node_record.reason)
     if node_record.iterations is not None:
         status["iterations"] = node_record.iterations
     if node_record.last_loss is not None:

@@ -23,9 +23,10 @@ import select
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ringweave.files import file_io
+from ringweave.files.file_io import PathBelow
 
 if TYPE_CHECKING:
     from ringweave.platforms.agent.agent_channel import AgentStatus, DesiredState
@@ -66,21 +67,6 @@ def notify(path: Path) -> None:
 
 
 REGISTRY = "jobs.sqlite"
-
-
-class _Folder(Protocol):
-    @property
-    def root(self) -> Path: ...
-
-
-class PathBelow:
-    """Path of this name below the root of a folder, as an attribute of the folder's class."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, folder: _Folder, owner: type) -> Path:
-        return folder.root / self._name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

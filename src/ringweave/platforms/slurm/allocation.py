@@ -21,12 +21,11 @@ from ringweave.platforms.slurm import batch_script
 from ringweave.platforms.slurm.commands import Allocation, SlurmClient, SlurmTimeoutError
 from ringweave.platforms.slurm.controller import (
     SlurmController,
-    make_deps,
     timeout_arguments,
     wants_allocation,
     without_slurm_variables,
 )
-from ringweave.platforms.slurm.job_runtime import ALLOCATION_REVOKED
+from ringweave.platforms.slurm.job_runtime import ALLOCATION_REVOKED, SlurmDeps
 from ringweave.platforms.slurm.lease import SlurmTimeouts
 from ringweave.platforms.slurm.registry import AllocationState, SlurmJobRegistry, SlurmRegistryEntry
 
@@ -205,7 +204,7 @@ class AllocationMonitor:
             return None
         entry = self._registry.find_by_name(name)
         if lock is not None and entry is not None and entry.allocation_state.allocation is None:
-            deps = make_deps(self._slurm, entry.origin.environ, self._timeouts)
+            deps = SlurmDeps(slurm=self._slurm, environ=entry.origin.environ, timeouts=self._timeouts)
             controller = SlurmController(self._registry, name, None, deps, clock=self._clock)
             deadline = self._clock() + CLEAR_TIMEOUT_S
             while (wait_s := controller.reconcile_once()) is not None and self._clock() < deadline:

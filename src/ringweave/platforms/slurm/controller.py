@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -25,7 +25,6 @@ from ringweave.jobs.restart_policy import MAX_FAILED_STARTS
 from ringweave.jobs.states import JobState
 from ringweave.platforms import api
 from ringweave.platforms.local import job_folder
-from ringweave.platforms.local.job_folder import JobFolder
 from ringweave.platforms.local.job_runtime import BoundaryHook
 from ringweave.platforms.slurm import batch_script
 from ringweave.platforms.slurm.commands import SlurmClient
@@ -40,33 +39,6 @@ CLEANUP_LEAD_S = 60.0
 """
 CONTROLLER_RETRY_S = 1.0
 """Delay after a failed action or observation."""
-
-
-def make_runtime(
-    registry: SlurmJobRegistry, entry: SlurmRegistryEntry, grant: AllocationGrant | None, deps: SlurmDeps
-) -> SlurmJobRuntime:
-    """Return the job's runtime, in its allocation or without one."""
-    folder, config = registry.folder(entry.job.request.name), entry.origin.config(entry.job)
-    return SlurmJobRuntime(folder, config, entry.components, grant, deps)
-
-
-def make_deps(slurm: SlurmClient, environ: Mapping[str, str], timeouts: SlurmTimeouts) -> SlurmDeps:
-    """Return the runtime's dependencies: our own agents, run by this interpreter."""
-
-    def agent(folder: JobFolder, node: int, attempt: int, key: str) -> Sequence[str]:
-        words = [str(folder.root), str(node), str(attempt), key, str(timeouts.lease_s)]
-        return [sys.executable, "-P", "-m", "ringweave.platforms.slurm.agent_main", *words]
-
-    cleanup_command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "ringweave.platforms.slurm.allocation",
-        *timeout_arguments(timeouts),
-    ]
-    return SlurmDeps(
-        slurm=slurm, agent_command=agent, environ=environ, cleanup_command=cleanup_command, timeouts=timeouts
-    )
 
 
 def timeout_arguments(timeouts: SlurmTimeouts) -> list[str]:
@@ -136,7 +108,9 @@ class SlurmController:
         entry = self._registry.find_by_name(self._name)
         if entry is None or (self._grant is not None and entry.allocation_state.claim != self._grant.key):
             return None
-        self._runtime = self._runtime or make_runtime(self._registry, entry, self._grant, self._deps)
+        if self._runtime is None:
+            folder, config = self._registry.folder(self._name), entry.origin.config(entry.job)
+            self._runtime = SlurmJobRuntime(folder, config, entry.components, self._grant, self._deps)
         observed, now = self._runtime.observe(), self._clock()
         todo = [each for each in reconcile(entry.job, observed, now) if not isinstance(each, records.RequeueAt)]
         for action in todo:
@@ -180,7 +154,8 @@ class SlurmController:
             return allocation_state
         if allocation_state.cleanup_job is not None:  # of an earlier end, which another run followed
             self._deps.slurm.cancel(str(allocation_state.cleanup_job), only_pending=True)
-        argv = [*self._deps.cleanup_command, str(self._registry.folder(self._name).root), entry.id]
+        words = [*timeout_arguments(self._deps.timeouts), str(self._registry.folder(self._name).root), entry.id]
+        argv = [sys.executable, "-P", "-m", "ringweave.platforms.slurm.allocation", *words]
         script = batch_script.render_cleanup_script(entry.job, max(0.0, at_s - self._clock() - CLEANUP_LEAD_S), argv)
         try:
             cleanup_job_id = self._deps.slurm.submit_script(script, without_slurm_variables(self._deps.environ))
@@ -259,7 +234,8 @@ def main(root: Path, timeouts: SlurmTimeouts) -> None:
     slurm, grant = SlurmClient(), grant_from_environment(os.environ)
     os.chdir("/")
     registry = SlurmJobRegistry(root.parent.parent)
-    controller = SlurmController(registry, root.name, grant, make_deps(slurm, os.environ, timeouts))
+    deps = SlurmDeps(slurm=slurm, environ=os.environ, timeouts=timeouts)
+    controller = SlurmController(registry, root.name, grant, deps)
     lease_renewer = LeaseRenewer(root / "controller.lease", grant.key)
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:

@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from ringweave.platforms.slurm.commands import SlurmClient
 from ringweave.platforms.slurm.lease import SlurmTimeouts
 
 ALLOCATION_REVOKED = "Slurm revoked its allocation"
+AGENT_COMMAND = (sys.executable, "-P", "-m", "ringweave.platforms.slurm.agent_main")
 _SRUN_ERROR_PREFIX = "srun: error: "
 SLURM_QUERY_INTERVAL_S = 2.0
 """Interval between queries to Slurm."""
@@ -48,13 +50,11 @@ class SlurmDeps:
 
     slurm: SlurmClient
     """Client for steps and hosts."""
-    agent_command: Callable[[JobFolder, int, int, str], Sequence[str]]
-    """(folder, node, attempt, key) -> command line of an agent."""
     environ: Mapping[str, str]
     """Environment of the steps."""
-    cleanup_command: Sequence[str]
-    """Command line that removes a job after its TTL; the job's folder and id are appended."""
     timeouts: SlurmTimeouts
+    agent: Sequence[str] = AGENT_COMMAND
+    """Begins the command line of an agent; the job's folder, node, attempt, allocation and lease are appended."""
     on_boundary: BoundaryHook = lambda boundary: None
     """Called between the steps of an action; crash tests exit there."""
     wall_clock: Callable[[], float] = time.time
@@ -208,9 +208,10 @@ class SlurmJobRuntime(FolderJobRuntime):
             raise LaunchError(f"job {self._config.job}: no allocation, expected a running one. Request one from Slurm.")
         file_io.replace_text(_grant_path(folder), self._grant.key)
         self._on_boundary("grant written")
-        agent_argv = self._deps.agent_command(self._folder, folder.node, folder.attempt, self._grant.key)
+        words = self._folder.root, folder.node, folder.attempt, self._grant.key, self._timeouts.lease_s
+        agent = [*self._deps.agent, *map(str, words)]
         argv = batch_script.srun_command(
-            self._component_indices[folder.node], len(self._component_indices), _step_name(folder), agent_argv
+            self._component_indices[folder.node], len(self._component_indices), _step_name(folder), agent
         )
         return [shutil.which(argv[0], path=self._environ.get("PATH")) or argv[0], *argv[1:]]
 
