@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from ringweave import planning, schedules, telemetry, topology, units
-from ringweave.planning.autotune.tuner import GroupPlacement, pick_candidates
+from ringweave.planning.autotune.tuner import pick_candidates
+from ringweave.planning.group_planner import GroupPlacement
 from ringweave_bench.lab_workers import lab_of, run_workers
 
 ROOT = Path(__file__).parents[1]

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ringweave.comm.probing.network_measurement import NetworkMeasurement
     from ringweave.comm.tuning.selector import ScheduleSelector
     from ringweave.planning import Plan
-    from ringweave.planning.autotune.tuner import GroupPlacement
+    from ringweave.planning.group_planner import GroupPlacement
     from ringweave.telemetry.events import EventLog
 
 BACKEND_NAME = "ringweave"
@@ -346,9 +346,7 @@ class RingweaveProcessGroup(NativeProcessGroup):
         return self._engine.allgather_small(row, self._gloo.options._timeout.total_seconds(), is_aside=True)
 
     def wait_for_plan(self, *, is_whole: bool = False) -> "Plan":
-        """Return the group's plan, once this rank has it from the first rank; otherwise the first collective waits.
-
-        `is_whole`: with all collectives and wire formats, which a generation's group plans later; all ranks ask for it.
+        """Return the group's plan, once it is there: with all collectives and wire formats if all ranks ask for these.
 
         Raises:
             PeerError: It did not come within the group's timeout, or before the group was aborted.

@@ -20,7 +20,7 @@ from ringweave.cost import ENCRYPTION_S_PER_BYTE, Assumptions
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError
 from ringweave.planning import Plan, ScheduleChoice, plans
-from ringweave.planning.autotune.tuner import GroupPlacement
+from ringweave.planning.group_planner import GroupPlacement
 from ringweave.schedules import CollectiveKind
 
 _MAX_CHOICES = 4096

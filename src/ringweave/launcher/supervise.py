@@ -104,7 +104,10 @@ def collect_interrupts(*, only_first: bool = False) -> Iterator[list[signal.Sign
     `only_first`: another one of the same kind does what it did before.
     """
     received: list[signal.Signals] = []
-    before: dict[int, Any] = {}
+    wanted = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        wanted.append(signal.SIGHUP)
+    before = {signum: signal.getsignal(signum) for signum in wanted}
 
     def collect(number: int, frame: FrameType | None) -> None:
         del frame
@@ -112,10 +115,6 @@ def collect_interrupts(*, only_first: bool = False) -> Iterator[list[signal.Sign
         if only_first:
             signal.signal(number, before[number])
 
-    wanted = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        wanted.append(signal.SIGHUP)
-    before |= {signum: signal.getsignal(signum) for signum in wanted}
     for signum in wanted:
         signal.signal(signum, collect)
     try:

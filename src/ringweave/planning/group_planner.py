@@ -1,9 +1,11 @@
 """Group planner: from a cluster and the nodes of a group to its rank layout, root node and plan."""
 
 import dataclasses
+import functools
 import math
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -12,10 +14,11 @@ from ringweave import cost, schedules
 from ringweave.cost import Assumptions, Bound, GroupNetwork, ScheduleDemand
 from ringweave.cost.network import Ints
 from ringweave.errors import RingweaveError
-from ringweave.planning import chunk_shares
+from ringweave.planning import chunk_shares, simulated
 from ringweave.planning.chunk_shares import ShareTree
 from ringweave.planning.plans import PLANNED_KINDS, CollectivePlan, Plan, WirePlan, best_pipelining
 from ringweave.schedules import CollectiveKind, Domain, Schedule, Stripe, WireEncoding
+from ringweave.sim import HostModel
 from ringweave.topology import Cluster, Node, placement
 
 
@@ -442,3 +445,76 @@ def _num_block_operations(stripe: Stripe) -> int:
 def _num_operations(domain_sizes: Iterable[int]) -> int:
     """Return a multi-level schedule's approximate operations: up and down, each member of a domain to each leader."""
     return 2 * sum(size**2 for size in domain_sizes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupPlacement:
+    """Placement of a group on the cluster."""
+
+    cluster: Cluster
+    nodes: tuple[str, ...]
+    """Name of each rank's node in the cluster."""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """Measured bytes per second of links, by name, that replace the cluster's before anything runs."""
+    assumptions: Assumptions | None = None
+    leader_per_nic: bool = False
+    """Each NIC of a node has a leader, not only each node."""
+
+    @property
+    def num_nodes(self) -> int:
+        return len(set(self.nodes))
+
+    def plan(self, rates: Mapping[str, float], *, is_whole: bool = True) -> Plan:
+        """Return the plan for these link rates, which override those known before.
+
+        Unless `is_whole`, it has exact allreduces only, the same as in the whole plan.
+        """
+        known = tuple(sorted({**self.rates, **rates}.items()))
+        with _PLANNING:
+            return _plan_cached(self.cluster, self.nodes, known, self.assumptions, self.leader_per_nic, is_whole)
+
+    def network(self, rates: Mapping[str, float]) -> cost.GroupNetwork:
+        return cost.group_network(self.cluster, self.nodes, {**self.rates, **rates})
+
+    def link_rates(self) -> dict[str, float]:
+        """Return bytes per second of all links, by name, as known before anything ran."""
+        net = self.network({})
+        ups = {net.up_name(vertex): float(net.up_bytes_per_s[vertex]) for vertex in range(1, len(net))}
+        downs = {net.down_name(vertex): float(net.down_bytes_per_s[vertex]) for vertex in range(1, len(net))}
+        return ups | downs
+
+    def rates_of_links(self, rates: Mapping[str, float]) -> dict[str, float]:
+        """Return those of these rates whose links are between the group's nodes: another one may have had others."""
+        known = self.link_rates() if rates and self.num_nodes > 1 else {}
+        return {name: rate for name, rate in rates.items() if name in known}
+
+    def simulate_candidates(self, plan: Plan, num_bytes: int, rates: Mapping[str, float]) -> dict[str, float]:
+        """Return simulated seconds of likely candidates (`simulated.estimate_candidates`); empty inside one node."""
+        if self.num_nodes == 1:
+            return {}
+        known, machine = {**self.rates, **rates}, HostModel.assumed(self.assumptions)
+        return simulated.estimate_candidates(plan, self.cluster, num_bytes, rates=known, machine=machine)
+
+
+_PLANNING = threading.Lock()
+"""Held while a plan is made: another thread that wants the same one waits for it."""
+
+
+@functools.lru_cache(maxsize=16)
+def _plan_cached(
+    cluster: Cluster,
+    nodes: tuple[str, ...],
+    rates: tuple[tuple[str, float], ...],
+    assumptions: Assumptions | None,
+    leader_per_nic: bool,
+    is_whole: bool,
+) -> Plan:
+    """Cache plans: an elastic job forms one group after another, and two at once when a worker joins."""
+    return plan_group(
+        cluster,
+        nodes,
+        rates=dict(rates),
+        assumptions=assumptions,
+        leader_per_nic=leader_per_nic,
+        kinds=None if is_whole else (),
+    )

@@ -18,8 +18,8 @@ from ringweave.comm.tuning import selector
 from ringweave.comm.tuning.control_tree import ControlTree, run_survey
 from ringweave.comm.tuning.selector import ScheduleDecision
 from ringweave.planning import Plan
-from ringweave.planning.autotune.tuner import GroupPlacement
 from ringweave.planning.autotune.tuning_messages import SurveyStream, TuningDecision, TuningReport
+from ringweave.planning.group_planner import GroupPlacement
 from ringweave.testing.ranks import announce
 
 

@@ -11,8 +11,8 @@ from ringweave.comm.group_info import GroupInfo, RankInfo, RankLocation
 from ringweave.comm.tuning.selector import GENERATION_GROUP_PREFIX, REDUCE_GROUP_PREFIX, GroupEventLog, make_selector
 from ringweave.environment import WorkerEnvironment
 from ringweave.planning import Plan
-from ringweave.planning.autotune.tuner import GroupPlacement
 from ringweave.planning.autotune.tuning_messages import TuningReport
+from ringweave.planning.group_planner import GroupPlacement
 
 NODES = ("a-0", "a-1", "a-2", "a-3")
 MEMBERS = GroupInfo(

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from ringweave import cost, topology
 from ringweave.planning import Plan
 from ringweave.planning.autotune.link_survey import LinkSurvey, SurveyHistory
-from ringweave.planning.autotune.tuner import Autotuner, GroupPlacement
+from ringweave.planning.autotune.tuner import Autotuner
 from ringweave.planning.autotune.tuning_messages import TuningDecision, TuningReport, message_class
+from ringweave.planning.group_planner import GroupPlacement
 from ringweave.schedules import NATIVE
 
 TEXT = "name: eight\nnodes: [{name: a, nic: 200Mbit/s, devices: 1, count: 8}]\nlatency: 50us\n"

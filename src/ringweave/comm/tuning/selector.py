@@ -32,8 +32,9 @@ from ringweave.environment import WorkerEnvironment
 from ringweave.files import file_io
 from ringweave.planning import Plan, ScheduleChoice
 from ringweave.planning.autotune.link_survey import SurveyHistory
-from ringweave.planning.autotune.tuner import MAX_AGE_S, Autotuner, GroupPlacement
+from ringweave.planning.autotune.tuner import MAX_AGE_S, Autotuner
 from ringweave.planning.autotune.tuning_messages import REPORT_WINDOW, TuningDecision, TuningReport, message_class
+from ringweave.planning.group_planner import GroupPlacement
 from ringweave.planning.plans import EXACT
 from ringweave.schedules import CollectiveKind
 from ringweave.telemetry.events import EventLog

@@ -1,25 +1,19 @@
 """Autotuner: turns the combined reports of all ranks into trials, link surveys and new plans. Pure."""
 
 import enum
-import functools
 import math
 import statistics
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ringweave import cost
-from ringweave.cost import Assumptions
-from ringweave.planning import simulated
 from ringweave.planning.autotune.link_survey import LinkSurvey, SurveyHistory, SurveyPhase
 from ringweave.planning.autotune.tuning_messages import TuningDecision, TuningReport, message_class
-from ringweave.planning.group_planner import plan_group
+from ringweave.planning.group_planner import GroupPlacement
 from ringweave.planning.plans import Plan
 from ringweave.schedules import NATIVE, CollectiveKind
-from ringweave.sim import HostModel
-from ringweave.topology import Cluster
 
 BASELINE_LENGTH, MAX_BASELINE_LENGTH = 8, 64
 """Number of collectives whose median is the baseline: the minimum at first, the maximum once they are steady."""
@@ -96,79 +90,6 @@ class DriftDetector:
         if sum(seconds < FASTER_RATIO * usual for seconds in self._newest) >= DRIFT_WINDOW - 1:
             return DriftVerdict.FASTER
         return DriftVerdict.STEADY
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupPlacement:
-    """Placement of a group on the cluster."""
-
-    cluster: Cluster
-    nodes: tuple[str, ...]
-    """Name of each rank's node in the cluster."""
-    rates: Mapping[str, float] = field(default_factory=dict)
-    """Measured bytes per second of links, by name, that replace the cluster's before anything runs."""
-    assumptions: Assumptions | None = None
-    leader_per_nic: bool = False
-    """Each NIC of a node has a leader, not only each node."""
-
-    @property
-    def num_nodes(self) -> int:
-        return len(set(self.nodes))
-
-    def plan(self, rates: Mapping[str, float], *, is_whole: bool = True) -> Plan:
-        """Return the plan for these link rates, which override those known before.
-
-        Unless `is_whole`, it has exact allreduces only, the same as in the whole plan.
-        """
-        known = tuple(sorted({**self.rates, **rates}.items()))
-        with _PLANNING:
-            return _plan_cached(self.cluster, self.nodes, known, self.assumptions, self.leader_per_nic, is_whole)
-
-    def network(self, rates: Mapping[str, float]) -> cost.GroupNetwork:
-        return cost.group_network(self.cluster, self.nodes, {**self.rates, **rates})
-
-    def link_rates(self) -> dict[str, float]:
-        """Return bytes per second of all links, by name, as known before anything ran."""
-        net = self.network({})
-        ups = {net.up_name(vertex): float(net.up_bytes_per_s[vertex]) for vertex in range(1, len(net))}
-        downs = {net.down_name(vertex): float(net.down_bytes_per_s[vertex]) for vertex in range(1, len(net))}
-        return ups | downs
-
-    def rates_of_links(self, rates: Mapping[str, float]) -> dict[str, float]:
-        """Return those of these rates whose links are between the group's nodes: another one may have had others."""
-        known = self.link_rates() if rates and self.num_nodes > 1 else {}
-        return {name: rate for name, rate in rates.items() if name in known}
-
-    def simulate_candidates(self, plan: Plan, num_bytes: int, rates: Mapping[str, float]) -> dict[str, float]:
-        """Return simulated seconds of likely candidates (`simulated.estimate_candidates`); empty inside one node."""
-        if self.num_nodes == 1:
-            return {}
-        known, machine = {**self.rates, **rates}, HostModel.assumed(self.assumptions)
-        return simulated.estimate_candidates(plan, self.cluster, num_bytes, rates=known, machine=machine)
-
-
-_PLANNING = threading.Lock()
-"""Held while a plan is made: another thread that wants the same one waits for it."""
-
-
-@functools.lru_cache(maxsize=16)
-def _plan_cached(
-    cluster: Cluster,
-    nodes: tuple[str, ...],
-    rates: tuple[tuple[str, float], ...],
-    assumptions: Assumptions | None,
-    leader_per_nic: bool,
-    is_whole: bool,
-) -> Plan:
-    """Cache plans: an elastic job forms one group after another, and two at once when a worker joins."""
-    return plan_group(
-        cluster,
-        nodes,
-        rates=dict(rates),
-        assumptions=assumptions,
-        leader_per_nic=leader_per_nic,
-        kinds=None if is_whole else (),
-    )
 
 
 NATIVE_EQUIVALENT = "ring"
