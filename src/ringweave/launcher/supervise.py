@@ -113,7 +113,7 @@ def collect_interrupts(*, only_first: bool = False) -> Iterator[list[signal.Sign
         del frame
         received.append(signal.Signals(number))
         if only_first:
-            signal.signal(number, before[number])
+            signal.signal(number, before[signal.Signals(number)])
 
     for signum in wanted:
         signal.signal(signum, collect)
