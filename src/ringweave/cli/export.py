@@ -2,10 +2,11 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import click
 
@@ -160,7 +161,7 @@ class _HeldExporter(Exporter):
     def __init__(self, target: Exporter, interrupts: _Interrupts) -> None:
         self._target, self._interrupts = target, interrupts
 
-    def export(self, events: Sequence[Event]) -> None:
+    def export(self, events: Sequence[Mapping[str, Any]]) -> None:
         with self._interrupts.held():
             self._target.export(events)
 
