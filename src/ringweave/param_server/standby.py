@@ -13,9 +13,7 @@ import ipaddress
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import singledispatchmethod
-from typing import Protocol
 
 from ringweave import rpc
 from ringweave.errors import DeadlineError, NotLeaderError, RefusedError, RpcError, UsageError
@@ -43,14 +41,6 @@ from ringweave.telemetry import print_line
 SERVER_STATE_NAME = "server"
 """Name under which the leader publishes its state."""
 _RENEWALS_PER_LEASE = 5
-
-
-class ReplicatedModel(Protocol):
-    """Model of the leader, as far as replication needs it."""
-
-    def paused_state(self) -> AbstractContextManager[bytes]:
-        """Yield the whole state, while no push is applied."""
-        ...
 
 
 class ServerLeadership:
@@ -88,17 +78,17 @@ class ServerLeadership:
         self._is_other_gone = False
         self._follow_requested_s: float | None = None
         self._is_admitting = False
-        self._model: ReplicatedModel | None = None
+        self._service: ParameterService | None = None
         self.superseded = ""
         """Reason why this server may not go on; empty as long as it may."""
 
-    def begin_leading(self, model: ReplicatedModel) -> None:
-        """Lead, if no server ever has.
+    def begin_leading(self, service: ParameterService) -> None:
+        """Lead with the state of this service, if no server ever has.
 
         Raises:
             LeadershipError: The log cannot be used.
         """
-        self._model = model
+        self._service = service
         with self._changed:
             if self._rules.own == 0 and self._log.latest() is None:
                 self._append_record(self._rules.first_record(), "the first to lead")
@@ -157,8 +147,8 @@ class ServerLeadership:
 
     def replicate_start(self) -> None:
         link = self._settled_link()
-        if link is not None and self._model is not None:
-            with self._model.paused_state() as state:
+        if link is not None and self._service is not None:
+            with self._service.paused_state() as state:
                 self.state_server.publish(SERVER_STATE_NAME, {SERVER_STATE_NAME: state})
                 self._replicate(link, replication.CopyState())
                 self.state_server.unpublish(SERVER_STATE_NAME)
@@ -186,14 +176,14 @@ class ServerLeadership:
             if self._link is not None:
                 self._separate("the standby is lost", is_gone=True)
         self.check_leading()
-        model = self._model
-        assert model is not None, "begun"
+        service = self._service
+        assert service is not None, "begun"
         with self._changed:
             if self._is_admitting:
                 raise _not_leading_error("one that takes a standby in already", "one that is free")
             self._is_admitting = True
         try:
-            self._copy_to_standby(model, replication.StandbyLink(self._connect))
+            self._copy_to_standby(service, replication.StandbyLink(self._connect))
         finally:
             self.state_server.unpublish(SERVER_STATE_NAME)
             with self._changed:
@@ -239,10 +229,10 @@ class ServerLeadership:
         if self._link is not None:
             self._link.close()
 
-    def _copy_to_standby(self, model: ReplicatedModel, link: replication.StandbyLink) -> None:
+    def _copy_to_standby(self, service: ParameterService, link: replication.StandbyLink) -> None:
         threading.Thread(target=self._renew_lease, args=(link,), name="params lease", daemon=True).start()
         try:
-            with model.paused_state() as state:
+            with service.paused_state() as state:
                 self.state_server.publish(SERVER_STATE_NAME, {SERVER_STATE_NAME: state})
                 link.replicate(replication.CopyState())
                 with self._changed:
@@ -464,23 +454,16 @@ class StandbyHandlers:
     def _copy_state(self, call: RpcCall) -> Ack:
         """Read the state of the leader, which waits for it."""
         _check_server(call.peer)
-        rooms: dict[str, bytearray] = {}
-
-        def place(description: state_transfer.StateDescription) -> dict[str, bytearray]:
-            rooms.update({piece.name: bytearray(piece.num_bytes) for piece in description.pieces})
-            return rooms
-
         client, is_borrowed = self._leader_client, self._leader_client is not None
         client = client or self._connect()
         try:
-            state_transfer.fetch_state(
-                client, SERVER_STATE_NAME, place, timeout_s=min(_STATE_COPY_TIMEOUT_S, call.left_s())
-            )
+            timeout_s = min(_STATE_COPY_TIMEOUT_S, call.left_s())
+            state = state_transfer.fetch_state(client, SERVER_STATE_NAME, timeout_s=timeout_s)[SERVER_STATE_NAME]
         finally:
             if not is_borrowed:
                 client.close()
-        if rooms[SERVER_STATE_NAME]:
-            self._service.resume(snapshots.snapshot_from_bytes(bytes(rooms.pop(SERVER_STATE_NAME))))
+        if state:
+            self._service.resume(snapshots.snapshot_from_bytes(bytes(state)))
         self._leadership.become_standby()
         return Ack()
 

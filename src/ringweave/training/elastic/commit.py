@@ -281,7 +281,7 @@ class CommitProtocol:
         state.num_progress += 1
         if collective.call is None:
             assert state.catch_up is not None, "a recovering member has a log"
-            state.catch_up.log_collective(result)
+            state.catch_up.log.append_collective(result)
         else:
             state.trainer.unpublish_state()  # the script may change the state by the result
             state.startup_log.record(result)

@@ -6,9 +6,9 @@ used, so a commit has those of all members without another collective.
 
 import functools
 import json
+import math
 import operator
 import struct
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringweave.comm import peer_data, wire_scope
+from ringweave.comm.peer_data import BackgroundCall
 from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
 from ringweave.environment import EXACT
 from ringweave.errors import TrainingError
@@ -177,7 +178,6 @@ def synchronize_streams(devices: Iterable[torch.device]) -> None:
             torch.accelerator.current_stream(device).synchronize()
 
 
-_FETCH_POLL_S = 0.05
 _FETCHED_WHAT = "what the first member has fetched"
 FetchedJson = dict[str, Any]
 """JSON object that one member has fetched."""
@@ -479,18 +479,15 @@ class FetchOnceBroadcast:
         self._started_at_abort_count = -1
         self._group: dist.ProcessGroup | None = None
         self._received: FetchedJson = {}
-        self._has_fetched = threading.Event()
-        self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
+        self._call: BackgroundCall[FetchedJson] | None = None
 
     def start(self, group: dist.ProcessGroup | None = None) -> None:
         """Start in the group of a new generation: the first member fetches, unless it has fetched before."""
         self._started_at_abort_count, self._group = self._read_abort_count(), group
-        if self._has_fetched.is_set() and self._error is not None:  # in an earlier generation; no thread waited
-            self._has_fetched, self._error, self._thread = threading.Event(), None, None
-        if self._thread is None and dist.get_rank() == 0:
-            self._thread = threading.Thread(target=self._run_fetch, name="ringweave representative", daemon=True)
-            self._thread.start()
+        if self._call is not None and self._call.done() and self._call.exception() is not None:
+            self._call = None  # it failed in an earlier generation, and no thread waited
+        if self._call is None and dist.get_rank() == 0:
+            self._call = BackgroundCall(self._run_fetch, "ringweave representative")
 
     def wait_done(self) -> None:
         """Wait until this member has received it.
@@ -528,25 +525,23 @@ class FetchOnceBroadcast:
         """Do nothing: the session tells the waiting thread."""
 
     def _wait_fetched(self) -> FetchedJson:
-        while not self._has_fetched.wait(_FETCH_POLL_S):
-            if self._read_abort_count() != self._started_at_abort_count:
-                raise RuntimeError("the generation is over")
-        if self._error is not None:
-            raise self._error
-        return self._received
+        assert self._call is not None, "the first member has started it"
+        try:
+            return self._call.wait_result(math.inf, lambda: self._read_abort_count() != self._started_at_abort_count)
+        except TimeoutError:
+            if self._call.done():  # its own error
+                raise
+            raise RuntimeError("the generation is over") from None
 
     def _devices(self) -> list[torch.device]:
         return [tensor.device for tensor in self._tensors]
 
-    def _run_fetch(self) -> None:
-        try:
-            with torch.no_grad():
-                self._ready.order_streams()
-                self._received = self._fetch()
-                synchronize_streams(self._devices())
-        except Exception as error:  # raised by `wait_done`
-            self._error = error
-        self._has_fetched.set()
+    @torch.no_grad()
+    def _run_fetch(self) -> FetchedJson:
+        self._ready.order_streams()
+        fetched = self._fetch()
+        synchronize_streams(self._devices())
+        return fetched
 
 
 def _wait_quietly(work: Any) -> None:

@@ -69,7 +69,7 @@ class MemberRecovery:
             state.lock.notify_all()
         recovery.replay_reduction(backward, logged, is_mean=self._is_mean, partial_sums=self._partial_sums)
         with state.lock:
-            catch_up.recycle_sums(logged)
+            catch_up.log.recycle_sums(logged)
 
     def replay_collective(self, catch_up: CatchUp, call: CollectiveCall) -> CollectiveResult:
         """Return the logged result of the script's collective; wait for it if the log is empty.
@@ -120,7 +120,7 @@ class MemberRecovery:
         """Start the zero reduction; return the error if the group is broken."""
         state = self._state
         assert state.catch_up is not None, "it is due"
-        state.reduction = state.catch_up.zero_reduction(state.num_reductions + 1)
+        state.reduction = state.catch_up.log.zero_reduction(state.num_reductions + 1)
         return state.start_reduction()
 
     def begin_generation(self, start: GenerationStart, plan: RecoveryPlan) -> None:
@@ -473,13 +473,8 @@ class ElasticSession:
         newest = self._state.newest_membership
         return newest is not None and newest.primary == self._state.member
 
-    @property
-    def save_final_checkpoint(self) -> Callable[[], str] | None:
-        """Saves the state at the job's end if this member owns the final checkpoint; returns the outcome as text."""
-        return self._state.save_final_checkpoint
-
-    @save_final_checkpoint.setter
-    def save_final_checkpoint(self, save: Callable[[], str] | None) -> None:
+    def register_final_save(self, save: Callable[[], str]) -> None:
+        """Save the state so at the job's end if this member owns the final checkpoint; `save` returns the outcome."""
         self._state.save_final_checkpoint = save
 
     @property
@@ -530,7 +525,7 @@ class ElasticSession:
     def num_committed(self) -> int:
         """Committed reductions since the start of the job that the script has applied."""
         state = self._state
-        return state.catch_up.last_replayed if state.catch_up else state.num_reductions
+        return state.catch_up.log.last_replayed if state.catch_up else state.num_reductions
 
     def repeat_collectives(self, startup_log: StartupLog) -> None:
         """Repeat the script's small collectives of each default group when a member is lost in them.

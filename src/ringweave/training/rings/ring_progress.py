@@ -11,7 +11,7 @@ from ringweave.param_server.data_shards import Span, Spans, merge_spans, remaini
 from ringweave.param_server.messages import DataStart, RingAssignmentReply
 from ringweave.planning.balancing import SampleAccount
 from ringweave.planning.balancing.epochs import Indices
-from ringweave.training.elastic.accounting import ElasticAccount, SampleAccounting, slice_of_member
+from ringweave.training.elastic.accounting import EpochAccount, SampleAccounting, slice_of_member
 from ringweave.training.elastic.retained_reductions import Commit
 from ringweave.training.elastic.share_table import BatchShares
 from ringweave.training.elastic.trainer import TrainerState
@@ -134,7 +134,7 @@ def reporting_ring(by_ring: Mapping[int, RingReport]) -> int:
     return min(ring for ring, report in by_ring.items() if not report.get("is_ring_progress"))
 
 
-def sum_accounts(epoch: int, expected: SampleAccount, by_ring: Sequence[RingReport], num_rings: int) -> ElasticAccount:
+def sum_accounts(epoch: int, expected: SampleAccount, by_ring: Sequence[RingReport], num_rings: int) -> EpochAccount:
     """Return the account of all rings. Samples that a lost ring had taken and not pushed are lost.
 
     `by_ring`: reports of the rings at the barrier, and progress of lost rings, which may be of earlier epochs.
@@ -151,7 +151,7 @@ def sum_accounts(epoch: int, expected: SampleAccount, by_ring: Sequence[RingRepo
     may_miss = len(by_ring) < num_rings or not all(each["is_whole"] for each in by_ring)
     if may_miss and drawn.num_samples <= expected.num_samples:
         lost += expected - drawn
-    return ElasticAccount(epoch=epoch, expected=expected, total=total, lost=lost)
+    return EpochAccount(epoch=epoch, expected=expected, total=total, lost=lost)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
