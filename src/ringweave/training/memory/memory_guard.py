@@ -35,7 +35,7 @@ from ringweave.planning.balancing import MemoryLimit, MemoryUse
 from ringweave.planning.balancing.memory import RESERVE
 from ringweave.telemetry import EventLog
 from ringweave.training.gradients import SampleWeights
-from ringweave.training.memory import microbatches
+from ringweave.training.memory import meters, microbatches
 from ringweave.training.memory.meters import MemoryMeter
 from ringweave.training.memory.microbatches import CannotSplitError, Microbatch, ModelCall
 from ringweave.training.options import Script
@@ -537,7 +537,6 @@ def guard_memory(
     parallel: DistributedDataParallel,
     weights: SampleWeights,
     environment: WorkerEnvironment,
-    meter: MemoryMeter | None,
     set_limit: Callable[[MemoryLimit], object],
 ) -> None:
     """Guard the memory of a model's training, where it is limited: a card's, or that of a control group.
@@ -547,9 +546,9 @@ def guard_memory(
         parallel: The model under DDP, whose forward passes go through the guard from here on.
         weights: Weights of the present batch, with its number of samples.
         environment: Names the folder of the record of errors, and the event log.
-        meter: Meter of the model's device; None without a limit, where nothing is guarded.
         set_limit: Gets each new limit, in the script's thread.
     """
+    meter = meters.find_meter(parallel.module)
     if meter is None or script.max_samples is not None:
         return
     record = OomRecord.of_worker(environment, os.environ, meter.num_oom_kills())

@@ -39,7 +39,7 @@ from ringweave.planning import balancing, mode_forecast, sites
 from ringweave.planning.balancing import Speed
 from ringweave.training import gradients, speed_test
 from ringweave.training.collectives import ControlGroup
-from ringweave.training.mode_choice import forecast, trial
+from ringweave.training.mode_choice import forecast
 from ringweave.training.options import Local, Script
 from ringweave.training.outer_optimizer import OuterOptimizer
 from ringweave.training.outer_steps import OuterExchange, SiteExchange, SiteReport
@@ -422,7 +422,7 @@ def _plan_steps(reports: Sequence[Mapping[str, Any]]) -> tuple[Sequence[int], in
 
 def _speeds_of(reports: Sequence[Mapping[str, Any]]) -> list[Speed]:
     """Return the ranks' speeds by trials."""
-    trials = trial.denoise_trials([each["trial_s"] for each in reports])
+    trials = speed_test.denoise_trials([each["trial_s"] for each in reports])
     return [Speed(s_per_sample=sum(own) / len(own)) for own in trials]
 
 
@@ -482,8 +482,8 @@ def _compute_batch(model: nn.Module, loader: DataLoader, share: int, batch: Any,
     """Load a batch, or reuse the last one if workers load; compute, or record why that fails."""
     try:
         if batch is None or loader.num_workers == 0:
-            batch = trial.first_batch(loader, max(1, share), model)
-        trial.run_forward_backward(model, batch)
+            batch = speed_test.first_batch(loader, max(1, share), model)
+        speed_test.run_forward_backward(model, batch)
     except Exception as error:  # the script's own code, at an untried size
         times.problem = times.problem or f"{type(error).__name__}: {error}"
     return batch

@@ -17,8 +17,13 @@ from ringweave.training.elastic.recovery import (
     reads_while_computing,
     replay_reduction,
 )
-from ringweave.training.elastic.retained_reductions import Commit, ReductionRow, RetainedReduction, SumBuffers
-from ringweave.training.elastic.wire_choice import WireChoice
+from ringweave.training.elastic.retained_reductions import (
+    Commit,
+    ReductionRow,
+    RetainedReduction,
+    SumBuffers,
+    WireChoice,
+)
 
 LAYOUT = [[3, "float32", "cpu"], [2, "float64", "cpu"]]
 MEMBER = "2.1"

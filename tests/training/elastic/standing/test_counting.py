@@ -12,9 +12,14 @@ import torch.distributed as dist
 from ringweave.errors import TrainingError
 from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.training.elastic.commit import _PreparedCommit
-from ringweave.training.elastic.retained_reductions import Commit, FetchOnceBroadcast, ReductionRow, RetainedReduction
+from ringweave.training.elastic.retained_reductions import (
+    Commit,
+    FetchOnceBroadcast,
+    ReductionRow,
+    RetainedReduction,
+    WireChoice,
+)
 from ringweave.training.elastic.session import ElasticSession
-from ringweave.training.elastic.wire_choice import WireChoice
 
 NOTE = '{"store": "127.0.0.1 9"}'
 PATIENCE_S = 60.0
