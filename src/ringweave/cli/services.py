@@ -117,7 +117,6 @@ def operator(**given: Any) -> int:
 @click.option("--snapshots", metavar="DIR", help="Folder of snapshots of the whole state. Default: none.")
 @click.option("--snapshot-every-s", type=float, default=60.0, help="Interval of snapshots in seconds. Default: 60.")
 @click.option("--resume", metavar="FILE", help="Continue from this snapshot.")
-@click.option("--term", type=int, default=0, help="Term of this server; messages of another term are refused.")
 @click.option("--other", metavar="HOST:PORT", help="Address of the other server of a pair with a standby.")
 @click.option("--index", type=click.IntRange(0, 1), default=0, help="Index in the pair; 0 leads at the start.")
 @click.option(

@@ -33,18 +33,16 @@ class _ServerAnswer:
 class LeaderFinder:
     """Finds the leading server of a job, for one ring; thread-safe."""
 
-    def __init__(
-        self, connects: Sequence[Callable[[], rpc.RpcClient]], *, term: int = 0, is_monitored: bool = False
-    ) -> None:
+    def __init__(self, connects: Sequence[Callable[[], rpc.RpcClient]], *, is_monitored: bool = False) -> None:
         """Store the arguments; the first call of `connect_leader` connects.
 
         Args:
             connects: Each connects to one server; the one that leads at the start comes first.
-            term: Term of the only server, if there is only one; otherwise the servers are queried.
             is_monitored: The server monitors whether it hears from this ring, so even a single server is asked
                 regularly.
         """
-        self._connects, self._term, self._is_monitored = list(connects), term, is_monitored
+        self._connects, self._is_monitored = list(connects), is_monitored
+        self._term = 0
         self._connect_lock = threading.Lock()
         self._changed = threading.Condition()
         self._leader_index = 0
@@ -210,7 +208,6 @@ class RingClient:
         servers: Sequence[Callable[[], rpc.RpcClient]],
         ring: int,
         *,
-        term: int = 0,
         generation_id: Callable[[], tuple[int, int]] | None = None,
         least_incarnations: Callable[[], Mapping[int, int]] = lambda: {},
         is_monitored: bool = False,
@@ -224,7 +221,6 @@ class RingClient:
         Args:
             servers: Each connects to one server of the job; the one that leads at the start comes first.
             ring: Index of the ring.
-            term: Term of the server, if there is only one.
             generation_id: Returns the generation of the ring's membership in which this process represents it; the
                 server refuses representatives of an earlier one. None where rings lose no members.
             least_incarnations: Returns slot -> least incarnation whose certificate counts; told with the generation.
@@ -236,7 +232,7 @@ class RingClient:
             clock: Returns seconds.
             sleep: Waits between two attempts to connect.
         """
-        self._leader_finder, self._ring = LeaderFinder(servers, term=term, is_monitored=is_monitored), ring
+        self._leader_finder, self._ring = LeaderFinder(servers, is_monitored=is_monitored), ring
         self._answer_timeout_s, self._reconnect_timeout_s = answer_timeout_s, reconnect_timeout_s
         self._clock, self._sleep = clock, sleep
         self._num_shards = 0

@@ -58,9 +58,7 @@ class Replicator(Protocol):
 class NoStandby:
     """Replicator of a server without a standby, with one term from start to end."""
 
-    def __init__(self, term: int = 0) -> None:
-        self.term = term
-        self.may_answer = True
+    term, may_answer = 0, True
 
     def check_term(self, term: int) -> None:
         """Check the term.

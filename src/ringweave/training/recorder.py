@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ringweave.environment import WorkerEnvironment
 from ringweave.planning.balancing import ShareChange
 from ringweave.planning.balancing.shares import Shares
-from ringweave.telemetry import EventLog, process_usage
+from ringweave.telemetry import EventLog, event_writer, process_usage
 from ringweave.telemetry.process_usage import ProcessUsage
 from ringweave.training.elastic.accounting import EpochAccount
 from ringweave.training.elastic.retained_reductions import Commit
@@ -42,8 +42,7 @@ class Recorder:
 
     def __init__(self, environment: WorkerEnvironment, rank: int) -> None:
         self._is_first_rank = rank == 0
-        path = environment.events_path
-        self._log = EventLog(path) if path and self._is_first_rank else None
+        self._write = event_writer(environment.events_path if self._is_first_rank else None)
 
     def training_prepared(self, *, mode: str, options: str, reason: str, shares: Shares) -> None:
         """Record that training begins."""
@@ -117,8 +116,7 @@ class Recorder:
 
     def write(self, kind: str, **fields: object) -> None:
         """Write an event, if this rank writes events."""
-        if self._log:
-            self._log.write(kind, rank=0, **fields)
+        self._write(kind, rank=0, **fields)
 
     def _log_info(self, text: str, *values: object) -> None:
         if self._is_first_rank:

@@ -24,7 +24,7 @@ from ringweave.membership.failure_detector import Heartbeat
 from ringweave.membership.membership_records import parse_member_name
 from ringweave.membership.messages import Join
 from ringweave.rpc.state_transfer import StateServer
-from ringweave.telemetry import EventLog
+from ringweave.telemetry import event_writer
 from ringweave.training import timing
 from ringweave.training.elastic import member_details
 from ringweave.training.elastic.retained_reductions import WireChoice
@@ -175,14 +175,12 @@ def start_state_server(
 
     `revokes` tells whether the certificate of that member counts no more.
     """
-    path = environment.events_path
-    record = EventLog(path).write if path else None
     server = rpc.RpcServer(
         authentication,
         state_server.handlers(),
         roles=("worker",),
         is_revoked=lambda peer: revokes(peer.name),
-        write_event=record,
+        write_event=event_writer(environment.events_path),
         on_handler_error=_log_server_error,
     )
     return server.start(address, within=environment.ports)

@@ -33,7 +33,7 @@ from ringweave.environment import WorkerEnvironment
 from ringweave.files import file_io
 from ringweave.planning.balancing import MemoryLimit, MemoryUse
 from ringweave.planning.balancing.memory import RESERVE
-from ringweave.telemetry import EventLog
+from ringweave.telemetry import event_writer
 from ringweave.training.gradients import SampleWeights
 from ringweave.training.memory import meters, microbatches
 from ringweave.training.memory.meters import MemoryMeter
@@ -562,7 +562,7 @@ class _LimitReporter:
 
     def __init__(self, environment: WorkerEnvironment, set_limit: Callable[[MemoryLimit], object]) -> None:
         self._set_limit, self._reported = set_limit, 0.0
-        self._log = EventLog(environment.events_path) if environment.events_path else None
+        self._write = event_writer(environment.events_path)
 
     def report(self, limit: MemoryLimit, use: MemoryUse | None, memory_bytes: float) -> None:
         self._set_limit(limit)
@@ -573,12 +573,11 @@ class _LimitReporter:
         _LOGGER.info(
             "memory: at most %d samples at once in %d bytes (predicted from measured use)", samples, memory_bytes
         )
-        if self._log:
-            self._log.write(
-                "memory_limited",
-                rank=int(os.environ.get("RANK") or 0),
-                samples_at_once=samples,
-                memory_bytes=int(memory_bytes),
-                fixed_bytes=int(use.fixed_bytes) if use else None,
-                sample_bytes=int(use.sample_bytes) if use else None,
-            )
+        self._write(
+            "memory_limited",
+            rank=int(os.environ.get("RANK") or 0),
+            samples_at_once=samples,
+            memory_bytes=int(memory_bytes),
+            fixed_bytes=int(use.fixed_bytes) if use else None,
+            sample_bytes=int(use.sample_bytes) if use else None,
+        )
