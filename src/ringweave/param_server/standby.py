@@ -12,8 +12,7 @@ import contextlib
 import ipaddress
 import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import singledispatchmethod
+from collections.abc import Callable, Iterator, Sequence
 
 from ringweave import rpc
 from ringweave.errors import DeadlineError, NotLeaderError, RefusedError, RpcError, UsageError
@@ -162,7 +161,7 @@ class ServerLeadership:
         self._replicate(link, replication.ReplicateGrant(ring=ring, version=version, ahead=ahead))
 
     def replicate_fact(self, fact: replication.ReplicatedFact) -> None:
-        self._replicate(self._settled_link(), replication.message_of_fact(fact))
+        self._replicate(self._settled_link(), replication.ReplicateFact(fact=fact))
 
     def admit_standby(self) -> None:
         """Copy all state to the other server, which has none; from then on replicate everything to it.
@@ -346,23 +345,15 @@ class LeaderReplay:
         """`service` is this server's own."""
         self._service = service
 
-    def allocate_push(self, push: Push, sizes: Sequence[int]) -> Sequence[memoryview]:
-        """Return memory for a push that the leader applies next."""
-        return self._service.push_buffers(self._service.started_job(), push, sizes)
-
     def replay_push(self, push: Push, buffers: Sequence[memoryview]) -> None:
         """Apply a push, in the leader's order."""
-
-        def book(job: ServerJob) -> None:
+        with self._job_that_hears(push.ring) as job:
             if job.ledger.receipt(push.ring, push.sequence) is None:
                 self._service.apply_push(job, push, buffers)
 
-        self._replay(push.ring, book)
-
     def replay_grant(self, ring: int, version: int, ahead: float) -> None:
         """Record that the ring has the parameters of that version, predicted for so many train steps ahead."""
-
-        def book(job: ServerJob) -> None:
+        with self._job_that_hears(ring) as job:
             job.gone.discard(ring)
             job.ledger.grant(ring, version)
             job.prediction.steps_ahead(ring, job.model.progress.total)
@@ -371,42 +362,30 @@ class LeaderReplay:
                 job.model.read_parameters(base, ahead)
                 job.model.keep_base(ring, base)
 
-        self._replay(ring, book)
+    def replay_fact(self, fact: replication.ReplicatedFact) -> None:
+        if isinstance(fact, BarrierResult):
+            with self._service.changed:
+                self._service.started_job().record_barrier_result(fact)
+            return
+        with self._job_that_hears(fact.ring) as job:
+            match fact:
+                case DataShard():
+                    job.dispatcher.record_shard(fact)
+                    job.record_shard(fact)
+                case LeaveRing():
+                    job.leave_ring(fact.ring, is_for_good=fact.is_for_good)
+                case PauseRing():
+                    job.ledger.pause(fact.ring)
+                case BarrierArrival():
+                    job.record_arrival(fact)
 
-    @singledispatchmethod
-    def replay_fact(self, fact: object) -> None:
-        raise AssertionError(f"no fact: {fact}")
-
-    @replay_fact.register
-    def _(self, shard: DataShard) -> None:
-        def book(job: ServerJob) -> None:
-            job.dispatcher.record_shard(shard)
-            job.record_shard(shard)
-
-        self._replay(shard.ring, book)
-
-    @replay_fact.register
-    def _(self, leave: LeaveRing) -> None:
-        self._replay(leave.ring, lambda job: job.leave_ring(leave.ring, is_for_good=leave.is_for_good))
-
-    @replay_fact.register
-    def _(self, pause: PauseRing) -> None:
-        self._replay(pause.ring, lambda job: job.ledger.pause(pause.ring))
-
-    @replay_fact.register
-    def _(self, meet: BarrierArrival) -> None:
-        self._replay(meet.ring, lambda job: job.record_arrival(meet))
-
-    @replay_fact.register
-    def _(self, answer: BarrierResult) -> None:
-        with self._service.changed:
-            self._service.started_job().record_barrier_result(answer)
-
-    def _replay(self, ring: int, apply: Callable[[ServerJob], object]) -> None:
+    @contextlib.contextmanager
+    def _job_that_hears(self, ring: int) -> Iterator[ServerJob]:
+        """Hold the service's lock, and note that the ring was heard."""
         with self._service.changed:
             job = self._service.started_job()
             job.note_heard(ring)
-            apply(job)
+            yield job
 
 
 _STATE_COPY_TIMEOUT_S = 3600.0
@@ -430,7 +409,7 @@ class StandbyHandlers:
             RpcHandler(message=replication.CopyState, handle=self._copy_state),
             RpcHandler(message=replication.ReplicatePush, handle=self._replay_push, allocate=self._allocate_push),
             RpcHandler(message=replication.ReplicateGrant, handle=self._replay_grant),
-            *(RpcHandler(message=each, handle=self._replay_fact) for each in replication.FACT_MESSAGES),
+            RpcHandler(message=replication.ReplicateFact, handle=self._replay_fact),
             RpcHandler(message=replication.RenewLease, handle=self._renew_lease),
         ]
 
@@ -470,7 +449,7 @@ class StandbyHandlers:
     def _allocate_push(self, incoming: IncomingCall) -> Sequence[memoryview]:
         _check_server(incoming.peer)
         self._leadership.note_leader_heard()
-        return self._replay.allocate_push(incoming.message.push, incoming.sizes)
+        return self._service.push_buffers(self._service.started_job(), incoming.message.push, incoming.sizes)
 
     def _replay_push(self, call: RpcCall) -> Ack:
         self._leadership.note_leader_heard()

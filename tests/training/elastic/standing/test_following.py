@@ -153,7 +153,7 @@ def joined(groups: Any, crew: Any) -> tuple[ElasticSession, Coordinator]:
 
 def backward(session: ElasticSession, groups: Groups | None = None) -> float:
     """What a backward pass of one bucket gives, with others who come when it has been handed in."""
-    future, used = session.reduce(torch.ones(3)), session.end_backward(0b1)
+    future, used = session.commits.add_bucket(torch.ones(3)), session.commits.end_backward(0b1)
     if groups is not None:
         groups.others.release()
     session.wait_committed()
