@@ -1,5 +1,6 @@
 """State of a job on the parameter server: ledger, model, buffer pools, link speeds."""
 
+import copy
 import itertools
 import math
 import statistics
@@ -244,7 +245,7 @@ class ServerJob:
             dispatched=self.dispatcher.dispatched,
             gone=sorted(self.gone),
             ring_progress=dict(self.ring_progress),
-            barrier=self.barrier.to_state(),
+            barrier=copy.deepcopy(self.barrier),
             resumed=self.resumed,
         )
 
@@ -339,7 +340,7 @@ def resume_job(snapshot: ServerSnapshot, clock: Callable[[], float] = time.monot
     if live:
         job.gone.update(live.gone)
         job.ring_progress.update(live.ring_progress)
-        job.barrier = RingBarrier.from_state(live.barrier) if live.barrier else job.barrier
+        job.barrier = live.barrier
         job.resumed = live.resumed
     job.position = snapshot.position
     job.is_announced = True
@@ -423,7 +424,7 @@ def _make_job(
         receiving=pools[0],
         sending=pools[1],
         link_speed=link_speed,
-        barrier=RingBarrier(num_rings),
+        barrier=RingBarrier.of_rings(num_rings),
     )
 
 

@@ -23,6 +23,7 @@ from typing_extensions import Buffer
 from ringweave.errors import TrainingError
 from ringweave.files import file_io
 from ringweave.param_server import flat, optimizers
+from ringweave.param_server.barrier import RingBarrier
 from ringweave.param_server.data_shards import DataPosition, DataShard, ResumePoint
 from ringweave.param_server.flat import FlatTensors
 from ringweave.param_server.messages import ServerSetup
@@ -46,10 +47,9 @@ class LiveRingState:
     """Epoch -> samples that are dispatched."""
     gone: list[int]
     """Rings that have left for good."""
+    barrier: RingBarrier
     ring_progress: dict[int, str] = field(default_factory=dict)
     """Text that came with the last push of each ring."""
-    barrier: dict[str, Any] = field(default_factory=dict)
-    """State of the barrier, as `RingBarrier.to_state` returns it; empty without arrivals."""
     resumed: ResumePoint | None = None
     """Point from which the job resumed."""
 
