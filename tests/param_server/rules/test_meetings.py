@@ -46,7 +46,7 @@ def test_answers_of_the_past_are_not_kept() -> None:
         for ring in range(2):
             meetings.arrive(ring, number, "x" * 1000)
         assert meetings.result_of(number, gone=()) is not None
-    assert len(meetings._results) + len(meetings._texts) <= 3
+    assert len(meetings.results) + len(meetings.texts) <= 3
 
 
 def test_a_meeting_that_is_left_out_is_an_error() -> None:

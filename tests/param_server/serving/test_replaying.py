@@ -200,7 +200,7 @@ def test_whatever_rings_say_a_standby_and_one_that_reads_all_later_have_the_same
     assert job.service.job is not None
     assert job.standby.job is not None
     expected, position = job.service.job.live_state, job.service.job.position
-    assert expected.barrier["last"] == [1, 0]
+    assert expected.barrier.last == [1, 0]
     assert position == DataPosition(epoch=2, done=((6, 3),))
     assert [each.is_paused for each in expected.ring_grants] == [False, True]
     assert (job.standby.job.live_state, job.standby.job.position) == (expected, position)
