@@ -340,7 +340,7 @@ def resume_job(snapshot: ServerSnapshot, clock: Callable[[], float] = time.monot
     if live:
         job.gone.update(live.gone)
         job.ring_progress.update(live.ring_progress)
-        job.barrier = live.barrier
+        job.barrier = copy.deepcopy(live.barrier)
         job.resumed = live.resumed
     job.position = snapshot.position
     job.is_announced = True
