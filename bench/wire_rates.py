@@ -60,7 +60,6 @@ def serve(folder: Path, how: str, address: str) -> None:
 def peer(folder: Path, how: str, address: str, port: str, index: str) -> None:
     """A peer: does what each line of its input says, and says when it began and ended."""
     content = np.random.default_rng(int(index)).integers(0, 256, PUSH_BYTES, np.uint8)
-    room = np.zeros(STATE_BYTES, np.uint8)
     with rpc.RpcClient.connect(address, int(port), _trust(folder, f"peer{index}", how), role="server") as client:
         print("ready", flush=True)
         for line in sys.stdin:
@@ -70,7 +69,7 @@ def peer(folder: Path, how: str, address: str, port: str, index: str) -> None:
                 if verb == "push":
                     client.call(Push(), [content], timeout_s=60)
                 else:
-                    state_transfer.fetch_state(client, "model", lambda _: {"weights": room}, timeout_s=60)
+                    state_transfer.fetch_state(client, "model", timeout_s=60)
             print(json.dumps([began_s, time.monotonic()]), flush=True)
 
 

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from ringweave.errors import LabError
-from ringweave.lab import Lab, lab_processes, lab_state
+from ringweave.lab import Lab, lab_state
 from ringweave_bench.chaos import clock_shift
 
 USER = "trainer"
@@ -262,8 +262,8 @@ class SshNode:
         """Return the processes of the node, but for those of the lab: the first one, the listening sshd, a proxy."""
         own = {self.init_pid, *(each.pid for each in (self._sshd, self._proxy) if each)}
         return [
-            LabProcess(pid=pid, command=lab_processes.command_line(pid))
-            for pid in lab_processes.pids_inside(self._namespaces())
+            LabProcess(pid=pid, command=lab_state.command_line(pid))
+            for pid in lab_state.pids_inside(self._namespaces())
             if pid not in own
         ]
 
@@ -478,13 +478,13 @@ class SshNode:
                 with contextlib.suppress(ProcessLookupError):
                     handle = os.pidfd_open(pid)
                     try:
-                        if pid in lab_processes.pids_inside(inside):  # still the same, now that the handle holds it
+                        if pid in lab_state.pids_inside(inside):  # still the same, now that the handle holds it
                             signal.pidfd_send_signal(handle, signal.SIGKILL)
                     finally:
                         os.close(handle)
 
-    def _namespaces(self) -> set[lab_processes.NamespaceId]:
-        return lab_processes.identify_namespaces([lab_state.NETNS_FOLDER / self._lab.layout.namespaces[self.name]])
+    def _namespaces(self) -> set[lab_state.NamespaceId]:
+        return lab_state.identify_namespaces([lab_state.NETNS_FOLDER / self._lab.layout.namespaces[self.name]])
 
     def _make_home(self, known_hosts: str, authorized_keys: str) -> None:
         shutil.copytree("/etc/skel", self.path(self.home), symlinks=True)

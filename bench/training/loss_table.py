@@ -200,20 +200,20 @@ class ServiceConnection:
         self._handlers = {each.message: each for each in service.handlers()}
         self._peer = rpc.Identity(job="bench", role="worker", name=str(ring))
 
-    def start(self, message: Any, content: Any = (), *, timeout_s: float, into: Any = ()) -> "ServiceConnection":
+    def start(self, message: Any, content: Any = (), *, timeout_s: float, into: Any = None) -> "ServiceConnection":
         """Return the call, which begins when it is waited for."""
         begun = copy.copy(self)
         begun.wait = functools.partial(self.call, message, content, timeout_s=timeout_s, into=into)
         return begun
 
-    def call(self, message: Any, content: Any = (), *, timeout_s: float, into: Any = ()) -> rpc.RpcReply:
+    def call(self, message: Any, content: Any = (), *, timeout_s: float, into: Any = None) -> rpc.RpcReply:
         """Return the answer."""
         handler = self._handlers[type(message)]
         deadline_s = time.monotonic() + timeout_s
         call = rpc.RpcCall(peer=self._peer, message=message, buffers=list(content), deadline_s=deadline_s)
         answer = handler.handle(call)
         reply = answer if isinstance(answer, rpc.RpcReply) else rpc.RpcReply(answer)
-        for room, sent in zip(into, reply.buffers, strict=True):
+        for room, sent in zip(into or (), reply.buffers, strict=True):
             room[:] = sent
         return reply
 

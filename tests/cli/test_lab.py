@@ -13,7 +13,7 @@ from ringweave import lab, topology
 from ringweave.cli import lab as cli_lab
 from ringweave.cli import main
 from ringweave.errors import UsageError
-from ringweave.lab import cpu_quotas, lab_processes, lab_state, tools
+from ringweave.lab import cpu_quotas, lab_state, tools
 
 CLUSTER = """
 name: pair
@@ -161,7 +161,7 @@ def test_status_says_what_there_is(call, pair) -> None:
 
 def wait_inside(where: lab.Lab, pid: int) -> None:
     """Until the process is the command in its node."""
-    while pid not in where.processes()["b"] or lab_processes.command_line(pid) != "sleep 60":
+    while pid not in where.processes()["b"] or lab_state.command_line(pid) != "sleep 60":
         assert Path(f"/proc/{pid}").exists()
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringweave.errors import LabError
-from ringweave.lab import lab_processes, lab_state, user_namespace
+from ringweave.lab import lab_state, user_namespace
 from ringweave.lab.user_namespace import PERIOD_S, DeviceBudget, ProcessScan, Throttle
 
 DEVICE, OTHER = (4, 100), (4, 200)
@@ -119,7 +119,7 @@ def test_all_go_on_when_it_ends() -> None:
 
 
 def test_the_scan_finds_this_process_and_reads_its_clock() -> None:
-    own = lab_processes.namespace_id(Path("/proc/self/ns/uts"))
+    own = lab_state.namespace_id(Path("/proc/self/ns/uts"))
     assert own is not None
     assert os.getpid() in ProcessScan()()[own]
     first = user_namespace.read_process_clock(os.getpid())

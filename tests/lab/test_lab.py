@@ -19,7 +19,7 @@ import pytest
 from ringweave import lab, topology
 from ringweave.cli import main
 from ringweave.errors import ClusterError, LabError, PlacementError, UsageError
-from ringweave.lab import Lab, lab_processes, lab_state
+from ringweave.lab import Lab, lab_state
 
 PAIR = """
 name: pair
@@ -346,10 +346,10 @@ def test_a_name_that_no_cluster_could_have_is_refused(name: str) -> None:
 
 
 def test_processes_that_do_not_end_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lab_processes, "_signal_all", lambda *_: [5])
-    monkeypatch.setattr(lab_processes, "KILL_WAIT_S", 0)
+    monkeypatch.setattr(lab_state, "_signal_all", lambda *_: [5])
+    monkeypatch.setattr(lab_state, "KILL_WAIT_S", 0)
     with pytest.raises(LabError, match=r"processes of the lab: \[5\], expected them to end when killed\. Look at them"):
-        lab_processes.end_processes([])
+        lab_state.end_processes([])
 
 
 def test_eight_nodes_take_little_processor_time(lab_name: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from ringweave.errors import JobError
 from ringweave.jobs.records import EndCause
-from ringweave.lab import lab_processes
+from ringweave.lab import lab_state
 from ringweave.platforms.api import LogQuery
 from tests.launcher import until_back
 from tests.polling import wait_until
@@ -33,7 +33,7 @@ while not Path("go").exists():
 
 def agents(jobs, node: str) -> dict[int, str]:
     """Process id -> command line of the agents on a node."""
-    lines = {pid: lab_processes.command_line(pid) for pid in jobs.cluster.lab.processes()[node]}
+    lines = {pid: lab_state.command_line(pid) for pid in jobs.cluster.lab.processes()[node]}
     return {pid: line for pid, line in lines.items() if _AGENT in line and "srun" not in line}
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from ringweave.lab import lab_processes
+from ringweave.lab import lab_state
 from ringweave.param_server.leadership import FolderLeadershipLog
 from tests.launcher.small_training import PREPARED, SUM, epoch, prepared
 from tests.polling import wait_until
@@ -31,7 +31,7 @@ torch.distributed.destroy_process_group()
 def servers(jobs, machine: str) -> list[int]:
     """Process ids of parameter servers on a machine."""
     there = jobs.cluster.lab.processes()[machine]
-    return [pid for pid in there if "ringweave.param_server.main" in lab_processes.command_line(pid)]
+    return [pid for pid in there if "ringweave.param_server.main" in lab_state.command_line(pid)]
 
 
 def test_a_parameter_server_is_on_a_machine_of_the_job(jobs):
@@ -72,7 +72,7 @@ def test_a_killed_step_with_the_leading_server_is_replaced_while_the_standby_lea
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: (found := log.latest()) is not None and (found.leader, found.members) == (1, (1, 0)), jobs.story)
     there = jobs.cluster.lab.processes()["small"]
-    (agent,) = [pid for pid in there if "ringweave.platforms.slurm.agent_main" in lab_processes.command_line(pid)]
+    (agent,) = [pid for pid in there if "ringweave.platforms.slurm.agent_main" in lab_state.command_line(pid)]
     os.kill(agent, signal.SIGKILL)
     wait_until(lambda: (found := log.latest()) is not None and (found.leader, found.term) == (0, 2), jobs.story)
     (jobs.folder / "go").touch()

@@ -1,5 +1,6 @@
 """All ranks in one process: what a rank would hear from the others is computed."""
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -20,16 +21,6 @@ from ringweave.training.memory.meters import MemoryMeter
 from ringweave.training.timing import HostTimeline, StepTimer
 
 
-class FakeExchange:
-    """An exchange that has arrived."""
-
-    def __init__(self, speeds: list[Speed] | None) -> None:
-        self._speeds = speeds
-
-    def wait(self) -> list[Speed] | None:
-        return self._speeds
-
-
 class FakeControl:
     """One rank's end; accounts of the others are not known, so each rank's is gathered alone."""
 
@@ -39,9 +30,10 @@ class FakeControl:
         self.num_exchanges = 0
         self.accounts: list[SampleAccount] = []
 
-    def start_speed_exchange(self, own: Speed | None) -> FakeExchange:
+    def start_speed_exchange(self, own: Speed | None) -> Callable[[], list[Speed] | None]:
         self.num_exchanges += 1
-        return FakeExchange(self.speeds)
+        speeds = self.speeds
+        return lambda: speeds
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         return tensor

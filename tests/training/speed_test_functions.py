@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import ringweave
 from ringweave import errors
 from ringweave.training import Asynchronous, preparation, speed_test
-from ringweave.training.mode_choice import trial
 from tests.training.rings.ring_training import meet_server
 
 TEST = "ringweave-speed-test/1"
@@ -48,7 +47,7 @@ def prepare(
     model, samples = Slow(num_faster[rank]), TensorDataset(torch.randn(64, 6), torch.randn(64, 2))
     triple = model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(samples, batch_size=16)
     preparation.relative_speeds = lambda said: [1.0] * len(said)  # no borders by the noise of a busy machine
-    speed_test.TEST_S, trial.TRIAL_BUDGET_S = 0.05, 0.1
+    speed_test.TEST_S, speed_test.TRIAL_BUDGET_S = 0.05, 0.1
     settings = Asynchronous(rings=rings, speed_test_s=speed_test_s)
     try:
         loader = ringweave.prepare(*triple, mode="ps-hra", asynchronous=settings)[2]

@@ -233,11 +233,8 @@ def test_batches_that_cannot_be_shared_are_refused() -> None:
 
 def test_an_account_tells_what_is_wrong() -> None:
     def account(*by_rank: list[int]) -> EpochAccount:
-        return EpochAccount(
-            epoch=0,
-            expected=SampleAccount.from_indices(range(4)),
-            by_rank=tuple(map(SampleAccount.from_indices, by_rank)),
-        )
+        expected = SampleAccount.from_indices(range(4))
+        return EpochAccount.of_ranks(0, expected, list(map(SampleAccount.from_indices, by_rank)))
 
     assert account([2, 0], [1, 3]).is_exact
     assert not account([2, 0], [1]).is_exact

@@ -36,8 +36,9 @@ class Session:
         self._ended: list[tuple[int, Any]] = []
         self.said: list[str] = []
         self.residuals = None
+        self.commits = self
 
-    def reduce(self, bucket: Tensor, parameters: Sequence[Tensor] = ()) -> torch.futures.Future[Tensor]:
+    def add_bucket(self, bucket: Tensor, parameters: Sequence[Tensor] = ()) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._begun.append((bucket.clone(), future))
         self.said.append("bucket")

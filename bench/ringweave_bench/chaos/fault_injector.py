@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ringweave.lab import Lab, lab_processes, tools
+from ringweave.lab import Lab, lab_state, tools
 from ringweave.telemetry import EventTail
 from ringweave_bench.chaos import clock_shift, fault_script, kill_requests
 from ringweave_bench.chaos.fault_script import Fault
@@ -72,7 +72,7 @@ class LabProcessTable(ProcessTable):
     def _pid_of(self, module: str, index: int) -> int | None:
         pids = {pid for found in self._lab.processes().values() for pid in found}
         return next(
-            (pid for pid in sorted(pids) if is_service_process(lab_processes.command_line(pid), module, index)), None
+            (pid for pid in sorted(pids) if is_service_process(lab_state.command_line(pid), module, index)), None
         )
 
     def _read_events(self) -> None:
@@ -264,7 +264,7 @@ def mount_small_disk(folder: Path) -> Iterator[Path]:
 
 
 def _is_job_pid(pid: int) -> bool:
-    return is_job_process(lab_processes.command_line(pid))
+    return is_job_process(lab_state.command_line(pid))
 
 
 def _send_signal(pid: int, signal_number: signal.Signals) -> int | None:

@@ -49,7 +49,7 @@ VERBS: Mapping[str, Verb] = {
         module="simulate", help="Simulate a collective or a pipeline on a cluster, with stragglers and failures."
     ),
     "partition": Verb(module="partition", help="Cut a model into pipeline stages for unequal devices and links."),
-    "split": Verb(module="split", help="Split GPUs over unequal nodes, at least three on each."),
+    "split": Verb(module="submit", command="split_gpus", help="Split GPUs over unequal nodes, at least three on each."),
     "submit": Verb(module="submit", help="Submit a job: a number of GPUs over unequal nodes."),
     "jobs": Verb(module="jobs", command="jobs", help="List the jobs of a platform."),
     "status": Verb(module="jobs", command="status", help="Show the state of a job and its nodes."),
@@ -64,8 +64,10 @@ VERBS: Mapping[str, Verb] = {
     "retry": Verb(module="jobs", command="retry", help="Start a failed or stopped job again."),
     "suspend": Verb(module="jobs", command="suspend", help="Keep a job from running."),
     "resume": Verb(module="jobs", command="resume", help="Let a suspended job run."),
-    "server": Verb(module="server", help="Run the parameter server of a job in mode ps-hra."),
-    "operator": Verb(module="operator", help="Run the operator of TrainingJobs in a Kubernetes cluster."),
+    "server": Verb(module="daemons", command="server", help="Run the parameter server of a job in mode ps-hra."),
+    "operator": Verb(
+        module="daemons", command="operator", help="Run the operator of TrainingJobs in a Kubernetes cluster."
+    ),
     "doctor": Verb(module="doctor", help="Check this machine's installation, and print fixes."),
 }
 

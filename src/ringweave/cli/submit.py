@@ -1,6 +1,10 @@
-"""`ringweave submit`: builds a job from a file and flags, shows its plan, asks, submits and follows it."""
+"""`ringweave submit`: builds a job from a file and flags, shows its plan, asks, submits and follows it.
+
+`ringweave split` divides a number of GPUs over unequal nodes as a job would be.
+"""
 
 import functools
+import json
 import math
 import shlex
 import sys
@@ -15,10 +19,10 @@ from ringweave import units
 from ringweave.cli import job_options
 from ringweave.cli.echo import echo
 from ringweave.cli.job_options import WORKER_OPTIONS, with_options
-from ringweave.cli.split import parse_capacities
 from ringweave.errors import UsageError
-from ringweave.jobs import request
+from ringweave.jobs import request, split
 from ringweave.jobs.request import JobFlag, JobRequest
+from ringweave.jobs.split import MIN_PER_NODE, WorkerSplit
 from ringweave.platforms import api, submission
 from ringweave.platforms.agent import job_config
 from ringweave.platforms.agent.job_config import JobConfig, NodeConfig
@@ -342,7 +346,7 @@ def _node_flags(capacity: str | None, max_retries: int | None, deletion: str | N
             got = ", ".join(f"--{key.replace('_', '-')}" for key in given)
             raise UsageError("flags", got=got, expected="--capacity, to whose nodes they apply", do=do)
         return {}
-    nodes = [{"capacity": each, **given} for each in parse_capacities(capacity)]
+    nodes = [{"capacity": each, **given} for each in _parse_capacities(capacity)]
     return {"nodes": JobFlag(name="--capacity, --max-retries, --deletion" if given else "--capacity", value=nodes)}
 
 
@@ -359,3 +363,54 @@ def _parse_variable(text: str) -> tuple[str, str]:
     if not equals:
         raise UsageError("--env", got=text, expected="NAME=VALUE", do="Write it like SEED=1")
     return name, value
+
+
+@click.command
+@click.option("--gpus", type=int, metavar="N", required=True, help="GPUs (or CPU workers) in all.")
+@click.option("--capacity", metavar="A,B,..", required=True, help="Capacity of each node, in node order.")
+@click.option(
+    "--min-per-node", type=int, metavar="M", default=MIN_PER_NODE, show_default=True, help="Minimum of a used node."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def split_gpus(gpus: int, capacity: str, min_per_node: int, as_json: bool) -> int:
+    """Split N GPUs over unequal nodes: the fewest nodes that hold them, with at least M GPUs on each.
+
+    Exit code 2 if there is no such split; then the nearest possible totals are printed.
+    """
+    found = split.split_workers(gpus, _parse_capacities(capacity), min_per_node=min_per_node)
+    if as_json:
+        echo(json.dumps(_split_document(found)))
+    elif found.is_feasible:
+        echo("\n".join(_split_lines(found)))
+    if not found.is_feasible:
+        echo(f"ringweave: error: {found.refusal_text()}", err=True)
+    return 0 if found.is_feasible else 2
+
+
+def _parse_capacities(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError as error:
+        expected = "whole numbers separated by commas, one for each node"
+        raise UsageError("--capacity", got=text, expected=expected, do="Write it like 10,5") from error
+
+
+def _split_document(found: WorkerSplit) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "gpus": found.total,
+        "capacity": list(found.capacities),
+        "min_per_node": found.min_per_node,
+        "nodes": None if found.counts is None else list(found.counts),
+    }
+    if not found.is_feasible:
+        nearest = {"nearest_below": found.nearest_below, "nearest_above": found.nearest_above}
+        document |= nearest | {"error": found.refusal_text()}
+    return document
+
+
+def _split_lines(found: WorkerSplit) -> list[str]:
+    rows = [
+        f"node {node}: {count} of {capacity}" if count else f"node {node}: not used, of {capacity}"
+        for node, (count, capacity) in enumerate(zip(found.counts or (), found.capacities, strict=True))
+    ]
+    return [f"{found.total} on {found.num_nodes} of {len(found.capacities)} nodes", *rows]

@@ -462,7 +462,10 @@ class RingweaveProcessGroup(NativeProcessGroup):
     def _log_start(self, group_name: str) -> None:
         if self._log is None or self.members.group_rank != 0:
             return
-        _log_group(self._log, self.members, group_name)
+        ranks = [member.global_rank for member in self.members.ranks]
+        nodes = [member.location.node for member in self.members.ranks]
+        where = {"rank": ranks[0], "node": nodes[0], "group": group_name}
+        self._log.write("group_formed", **where, members=ranks, nodes=nodes)
         if self._measured is not None:
             rank = self.members.own_info.global_rank
             self._log.write("network_measured", rank=rank, group=group_name, **self._measured.summary(time.time()))
@@ -555,12 +558,6 @@ def _open_log(environment: WorkerEnvironment) -> "EventLog | None":
     from ringweave.telemetry.events import EventLog
 
     return EventLog(environment.run_dir / "events.jsonl")
-
-
-def _log_group(log: "EventLog", info: group_info.GroupInfo, group_name: str) -> None:
-    ranks = [member.global_rank for member in info.ranks]
-    nodes = [member.location.node for member in info.ranks]
-    log.write("group_formed", rank=ranks[0], node=nodes[0], group=group_name, members=ranks, nodes=nodes)
 
 
 _COMPARED_ARGUMENTS = {

@@ -20,7 +20,7 @@ from torch.distributed import Store
 from ringweave.comm.counters import CollectiveCounters
 from ringweave.comm.group_info import GroupInfo
 from ringweave.comm.native_backend import NativeBackends
-from ringweave.comm.peer_data import call_with_timeout
+from ringweave.comm.peer_data import BackgroundCall
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.errors import CommunicationError, DisagreementError, PeerError
 from ringweave.files import file_io
@@ -175,7 +175,7 @@ class FailureRegistry:
 
     def _call_store(self, call: Callable[[], _CallT]) -> _CallT:
         """Call the store with a timeout."""
-        return call_with_timeout(call, _STORE_TIMEOUT_S, lambda: self._is_stopped, "ringweave failures")
+        return BackgroundCall(call, "ringweave failures").wait_result(_STORE_TIMEOUT_S, lambda: self._is_stopped)
 
     def _others(self) -> list[int]:
         return [r for r in range(self._group.group_size) if r != self._group.group_rank]

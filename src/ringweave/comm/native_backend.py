@@ -35,7 +35,7 @@ from ringweave.comm.gloo import (
     wait_for_gloo,
 )
 from ringweave.comm.group_info import GroupInfo
-from ringweave.comm.peer_data import call_with_timeout, run_at_once
+from ringweave.comm.peer_data import BackgroundCall, run_at_once
 from ringweave.comm.transport.interface import TransferFailedError
 from ringweave.errors import CommunicationError
 
@@ -180,7 +180,7 @@ class NativeBackends:
             return make_gloo(PrefixStore(f"channel-native/{channel}/", own.clone()), self._group, timeout)
 
         try:
-            gloo = call_with_timeout(connect, math.inf, lambda: self._is_aborted, "ringweave native")
+            gloo = BackgroundCall(connect, "ringweave native").wait_result(math.inf, lambda: self._is_aborted)
         except TimeoutError as cause:
             raise RuntimeError(ABORTED) from cause
         with self._lock:

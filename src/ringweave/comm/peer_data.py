@@ -1,13 +1,12 @@
 """Data from other ranks: decoded with length limits, gathered over the store, waited for with a timeout."""
 
-import contextlib
-import math
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import Store
 from torch.distributed.rendezvous import rendezvous
@@ -20,7 +19,7 @@ _POLL_S = 0.02
 _ResultT = TypeVar("_ResultT")
 
 
-class BackgroundCall(Generic[_ResultT]):
+class BackgroundCall(Future[_ResultT]):
     """A call that may block for ever, in a daemon thread that is abandoned when the wait for it ends.
 
     torch waits for a silent store without end, and a wait in Gloo's constructor cannot be interrupted.
@@ -28,18 +27,19 @@ class BackgroundCall(Generic[_ResultT]):
 
     def __init__(self, call: Callable[[], _ResultT], name: str) -> None:
         """Start the call at once, in a thread of that name."""
-        self._call = call
-        self._outcomes: queue.SimpleQueue[tuple[_ResultT] | Exception] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        super().__init__()
+        threading.Thread(target=self._run, args=(self, call), name=name, daemon=True).start()
 
-    def _run(self) -> None:
+    @staticmethod
+    def _run(future: Future[_ResultT], call: Callable[[], _ResultT]) -> None:
         try:
-            self._outcomes.put((self._call(),))
-        except Exception as error:
-            self._outcomes.put(error)
+            future.set_result(call())
+        except BaseException as error:  # the waiting thread raises it
+            future.set_exception(error)
+            del future  # else the error would refer to itself through the traceback
 
     def wait_result(self, timeout_s: float, is_cancelled: Callable[[], bool]) -> _ResultT:
-        """Return the call's result, once.
+        """Return the call's result.
 
         Args:
             timeout_s: Limit; infinite where the call has a limit of its own.
@@ -52,19 +52,9 @@ class BackgroundCall(Generic[_ResultT]):
         deadline_s, is_last = time.monotonic() + timeout_s, False
         while not is_last:
             is_last = is_cancelled() or time.monotonic() > deadline_s
-            with contextlib.suppress(queue.Empty):
-                outcome = self._outcomes.get(timeout=_POLL_S)
-                if isinstance(outcome, Exception):
-                    raise outcome
-                return outcome[0]
+            if futures.wait([self], _POLL_S).done:
+                return self.result()
         raise TimeoutError(f"no answer within {timeout_s:g} s, or it was given up")
-
-
-def call_with_timeout(
-    call: Callable[[], _ResultT], timeout_s: float, is_cancelled: Callable[[], bool], name: str
-) -> _ResultT:
-    """Return the result of a call in a thread of that name; see `BackgroundCall.wait_result`."""
-    return BackgroundCall(call, name).wait_result(timeout_s, is_cancelled)
 
 
 def run_at_once(actions: Sequence[Callable[[], object]]) -> None:
@@ -73,7 +63,7 @@ def run_at_once(actions: Sequence[Callable[[], object]]) -> None:
     for action in actions[:1]:
         action()
     for call in calls:
-        call.wait_result(math.inf, lambda: False)
+        call.result()
 
 
 MAX_PEER_BYTES = file_io.MAX_JSON_BYTES

@@ -81,12 +81,27 @@ class LaunchedStrategy:
     _prepared: SharedLoader | None
     _options: dict[str, Any]
 
-    def _init_ringweave(self, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        weight: Sequence[float] | Callable[[Any], float] | None = None,
+        max_samples: int | None = None,
+        extra_state: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Create it; `weight`, `max_samples` and `extra_state` are those of `ringweave.prepare`."""
+        super().__init__(*args, **kwargs)
         if self.cluster_environment is None:
             self.cluster_environment = LaunchedProcesses()
-        self._options, self._prepared = options, None
+        self._options = {"weight": weight, "max_samples": max_samples, "extra_state": extra_state}
+        self._prepared = None
         self._batch_factor = int(os.environ.get("WORLD_SIZE", "1"))
         """Processes that the job was started with: batches depend on it."""
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make it known by its name."""
+        strategy_registry.register("ringweave", cls, description="Unequal shares and elastic training by ringweave")
 
     @property
     def root_device(self) -> torch.device:
@@ -158,27 +173,13 @@ class RingweaveFabricStrategy(LaunchedStrategy, strategies.DDPStrategy):
     In an elastic job the loop is as with `ringweave.prepare`: missing samples come as further batches.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        weight: Sequence[float] | Callable[[Any], float] | None = None,
-        max_samples: int | None = None,
-        extra_state: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Create it; `weight`, `max_samples` and `extra_state` are those of `ringweave.prepare`."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._init_ringweave(weight=weight, max_samples=max_samples, extra_state=extra_state)
         self._backward_sync_control = _SharedBackwardSync()
         self._module: _SharedModule | None = None
         self._optimizer: Optimizer | None = None
         self._loader: _FabricLoader | None = None
         self._schedule: Any = None
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make it known by its name."""
-        strategy_registry.register("ringweave", cls, description="Unequal shares and elastic training by ringweave")
 
     @property
     def distributed_sampler_kwargs(self) -> None:  # pyrefly: ignore - of the base; None leaves samplers as they are

@@ -45,17 +45,8 @@ class RingweaveStrategy(LaunchedStrategy, strategies.DDPStrategy):
     each step once.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        weight: Sequence[float] | Callable[[Any], float] | None = None,
-        max_samples: int | None = None,
-        extra_state: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Create it; `weight`, `max_samples` and `extra_state` are those of `ringweave.prepare`."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._init_ringweave(weight=weight, max_samples=max_samples, extra_state=extra_state)
         self._training: _TrainingLoader | None = None
         self.batch_owner: BatchOwner | None = None
         """Loader of the present batch."""
@@ -63,11 +54,6 @@ class RingweaveStrategy(LaunchedStrategy, strategies.DDPStrategy):
         self._pass_number = -1
         """Number of the present batch in its train step."""
         self._uses_own_sampler: bool | None = None
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make it known by its name."""
-        strategy_registry.register("ringweave", cls, description="Unequal shares and elastic training by ringweave")
 
     # Setting up.
 

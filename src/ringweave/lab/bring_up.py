@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ringweave import topology
 from ringweave.errors import LabError, UsageError
-from ringweave.lab import cpu_quotas, lab_layout, lab_processes, lab_state, tools
+from ringweave.lab import cpu_quotas, lab_layout, lab_state, tools
 from ringweave.lab.cpu_quotas import CpuQuotas, QuotaMode
 from ringweave.lab.lab_layout import NAME_PREFIX, CablePort, LabLayout
 from ringweave.lab.lab_state import LabRecord
@@ -311,7 +311,7 @@ def _remove_parts(name: str, lock: int) -> None:
         lab_state.write_record(replace(record, is_complete=False))
     hierarchy = (record and record.hierarchy) or cpu_quotas.find_hierarchy()
     others = (lambda: cpu_quotas.group_pids(hierarchy, name)) if hierarchy else tuple
-    lab_processes.end_processes(lab_processes.identify_namespaces(namespace_paths(name)), other_pids=others)
+    lab_state.end_processes(lab_state.identify_namespaces(namespace_paths(name)), other_pids=others)
     if hierarchy is not None:
         cpu_quotas.remove_groups(hierarchy, name)
     present = [path.name for path in lab_state.NETNS_FOLDER.glob(lab_layout.namespace_name(name, "*"))]

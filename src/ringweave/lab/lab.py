@@ -18,7 +18,7 @@ from ringweave import topology
 from ringweave.environment import CPU_QUOTA
 from ringweave.errors import ClusterError, LabError, UsageError, explain
 from ringweave.files.problems import shorten_names, suggest_closest
-from ringweave.lab import bring_up, cpu_quotas, lab_layout, lab_processes, lab_state, tools
+from ringweave.lab import bring_up, cpu_quotas, lab_layout, lab_state, tools
 from ringweave.lab.bring_up import ProgressCallback
 from ringweave.lab.cpu_quotas import CgroupHierarchy, CpuQuotas, QuotaMode
 from ringweave.lab.lab_layout import CablePort, LabLayout, NodeAddresses
@@ -304,8 +304,8 @@ class Lab:
     def processes(self) -> dict[str, list[int]]:
         """Return node -> ids of the processes that run in it."""
         return {
-            node: lab_processes.pids_inside(
-                lab_processes.identify_namespaces(
+            node: lab_state.pids_inside(
+                lab_state.identify_namespaces(
                     [
                         lab_state.NETNS_FOLDER / namespace,
                         *(lab_state.namespace_folder(self.name) / f"{node}.{kind}" for kind in ("uts", "mnt")),
@@ -480,7 +480,7 @@ def _node_documents(found: Lab) -> list[dict[str, Any]]:
             "cpus_of_devices": [cpu_quotas.quota_in_cpus(us) for us in found.quotas[node.name]]
             if found.quotas
             else None,
-            "processes": [{"pid": pid, "command": lab_processes.command_line(pid)} for pid in inside[node.name]],
+            "processes": [{"pid": pid, "command": lab_state.command_line(pid)} for pid in inside[node.name]],
         }
         for node in found.cluster.nodes
     ]

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ringweave.errors import LabError
-from ringweave.lab import bring_up, lab_processes, lab_state, tools
+from ringweave.lab import bring_up, lab_state, tools
 from ringweave.lab.cpu_quotas import QUOTA_PERIOD_US
-from ringweave.lab.lab_processes import NamespaceId
+from ringweave.lab.lab_state import NamespaceId
 
 PERIOD_S = QUOTA_PERIOD_US * 1e-6
 MIN_SLEEP_S = 0.002
@@ -172,13 +172,13 @@ class ProcessScan:
         is_full = now_s >= self._full_scan_s
         if is_full:
             self._full_scan_s = now_s + FULL_SCAN_S
-        pids = set(lab_processes.all_pids())
+        pids = set(lab_state.all_pids())
         self._first_seen_s = {pid: self._first_seen_s.get(pid, now_s) for pid in pids}
         for pid in self._namespaces.keys() - pids:
             del self._namespaces[pid]
         for pid, first_s in self._first_seen_s.items():
             if is_full or now_s - first_s < YOUNG_S:
-                found = lab_processes.namespace_id(Path(f"/proc/{pid}/ns/uts"))
+                found = lab_state.namespace_id(Path(f"/proc/{pid}/ns/uts"))
                 if found is not None:
                     self._namespaces[pid] = found
         by_namespace: dict[NamespaceId, list[int]] = {}
@@ -198,7 +198,7 @@ def _lab_quotas() -> Iterator[tuple[NamespaceId, int]]:
         if record is None or not record.is_complete:
             continue
         for path in lab_state.duty_cycle_folder(name).glob("*"):
-            found = lab_processes.namespace_id(lab_state.namespace_folder(name) / f"{path.name}.uts")
+            found = lab_state.namespace_id(lab_state.namespace_folder(name) / f"{path.name}.uts")
             with contextlib.suppress(OSError, ValueError):
                 if found is not None:
                     yield found, int(path.read_text(encoding="ascii"))

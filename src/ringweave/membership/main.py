@@ -4,7 +4,7 @@ import argparse
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from ringweave.membership.membership_records import GenerationId, Membership
 from ringweave.membership.messages import STARTUP_RENDEZVOUS, CoordinatorStatus
 from ringweave.membership.service import CoordinatorListener, OtherCoordinatorPoller
 from ringweave.membership.settings import MembershipSettings
-from ringweave.telemetry import EventLog, print_line
+from ringweave.telemetry import event_writer, print_line
 
 TICK_S = 0.05
 COORDINATOR_ROLE = "coordinator"
@@ -52,8 +52,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 class CoordinatorEventReporter(CoordinatorListener):
     """Reports decisions in the log of the process and in the events of the run."""
 
-    def __init__(self, log: EventLog | None) -> None:
-        self._log = log
+    def __init__(self, write: Callable[..., None]) -> None:
+        self._write = write
 
     def generation_begun(self, part: str, membership: Membership, term: int) -> None:
         """Report the members, and those of them that are new."""
@@ -61,9 +61,9 @@ class CoordinatorEventReporter(CoordinatorListener):
         members = list(membership.members)
         prefix = f"{part}: " if part else ""
         print_line(f"coordinator: {prefix}generation {number} of term {of_term}: {', '.join(members)}")
-        if self._log and part != STARTUP_RENDEZVOUS:
+        if part != STARTUP_RENDEZVOUS:
             newcomers = [each.member for each in membership.statuses if not (each.has_state or each.is_recovering)]
-            self._log.write(
+            self._write(
                 "generation_begun",
                 term=of_term,
                 reported_in_term=term,
@@ -78,18 +78,15 @@ class CoordinatorEventReporter(CoordinatorListener):
         """Report the member and the reason; not for the startup rendezvous."""
         if part == STARTUP_RENDEZVOUS:
             return
-        print_line(f"coordinator: {member} is no member any more: {reason or membership_records.REASON_FINISHED}")
-        if self._log:
-            self._log.write(
-                "member_lost", member=member, reason=reason or membership_records.REASON_FINISHED, term=term
-            )
+        reason = reason or membership_records.REASON_FINISHED
+        print_line(f"coordinator: {member} is no member any more: {reason}")
+        self._write("member_lost", member=member, reason=reason, term=term)
 
     def member_returned(self, part: str, member: str, term: int) -> None:
         if part == STARTUP_RENDEZVOUS:
             return
         print_line(f"coordinator: {member} is back")
-        if self._log:
-            self._log.write("member_returned", member=member, term=term)
+        self._write("member_returned", member=member, term=term)
 
     def standstill_restarted(self, part: str, generation_id: GenerationId) -> None:
         """Report the generation that made no progress."""
@@ -98,8 +95,7 @@ class CoordinatorEventReporter(CoordinatorListener):
             f"coordinator: standstill in generation {number} of term {term}: all members wait for each other; "
             "the next generation begins"
         )
-        if self._log:
-            self._log.write("standstill", term=term, number=number)
+        self._write("standstill", term=term, number=number)
 
 
 class CoordinatorProcess:
@@ -107,7 +103,7 @@ class CoordinatorProcess:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._log = EventLog(args.run_dir / "events.jsonl") if args.run_dir else None
+        write = event_writer(args.run_dir / "events.jsonl" if args.run_dir else None)
         self._stopped = threading.Event()
         membership_settings = MembershipSettings(
             bounds=settings.parse_bounds(args.elastic), expected=args.expected, member_wait_s=args.patience_s
@@ -116,7 +112,7 @@ class CoordinatorProcess:
             membership_settings,
             index=args.index,
             is_standby=args.standby,
-            listener=CoordinatorEventReporter(self._log),
+            listener=CoordinatorEventReporter(write),
         )
         self.service.announce_start([each for each in args.successors.split(",") if each])
         authentication = rpc.TlsAuthentication(rpc.Credentials.load_from(args.credentials))
@@ -130,7 +126,7 @@ class CoordinatorProcess:
             authentication,
             self.service.handlers(),
             roles=("worker", "launcher", COORDINATOR_ROLE),
-            write_event=self._log.write if self._log else None,
+            write_event=write,
             on_handler_error=_report_handler_error,
             on_peer_exit=self.service.peer_exited,
         )

@@ -1,8 +1,7 @@
 """Barrier of all rings, which have no process group in common: the server records arrivals and texts. Pure."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from ringweave.errors import TrainingError
 
@@ -23,45 +22,30 @@ class BarrierResult:
     """Rings that may live and were not waited for: they lose their grants."""
 
 
+@dataclass(slots=True)
 class RingBarrier:
     """Barriers of all rings of a job, numbered from 1; not thread-safe."""
 
-    def __init__(self, num_rings: int) -> None:
-        """Start with no arrivals."""
-        self._last = [0] * num_rings
-        self._epochs = [0] * num_rings
-        self._texts: dict[int, dict[int, str]] = {}
-        self._results: dict[int, BarrierResult] = {}
-        self._last_result = 0
-
-    def to_state(self) -> dict[str, Any]:
-        """Return the whole state as JSON values, for another server."""
-        texts = [[number, sorted(by_ring.items())] for number, by_ring in self._texts.items()]
-        results = [[each.number, sorted(each.texts.items()), each.passed_over] for each in self._results.values()]
-        numbers = {"last": self._last, "epochs": self._epochs, "last_result": self._last_result}
-        return {**numbers, "texts": texts, "results": results}
+    last: list[int]
+    """Last barrier at which each ring has arrived."""
+    epochs: list[int]
+    """Epoch that ended for each ring with it."""
+    texts: dict[int, dict[int, str]] = field(default_factory=dict)
+    """Barrier -> ring -> its text."""
+    results: dict[int, BarrierResult] = field(default_factory=dict)
+    last_result: int = 0
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> "RingBarrier":
-        barrier = cls(len(state["last"]))
-        barrier._last, barrier._epochs, barrier._last_result = (
-            list(state["last"]),
-            list(state["epochs"]),
-            state["last_result"],
-        )
-        barrier._texts = {number: dict(by_ring) for number, by_ring in state["texts"]}
-        barrier._results = {
-            number: BarrierResult(number=number, texts=dict(by_ring), passed_over=tuple(passed_over))
-            for number, by_ring, passed_over in state["results"]
-        }
-        return barrier
+    def of_rings(cls, num_rings: int) -> "RingBarrier":
+        """Return the barriers before any arrival."""
+        return cls([0] * num_rings, [0] * num_rings)
 
     def restart_point(self, ring: int) -> tuple[int, int]:
         """Return (barriers of passes that the ring has completed, the epoch that comes next) for a ring that restarts.
 
         A ring that lost all its members may have missed passes: it goes through them, and finds them used up.
         """
-        last, epoch = self._last[ring], self._epochs[ring]
+        last, epoch = self.last[ring], self.epochs[ring]
         completed = last - last % BARRIERS_PER_PASS
         return completed, epoch + 1 if last and last == completed else epoch
 
@@ -73,22 +57,22 @@ class RingBarrier:
         Raises:
             TrainingError: It has skipped a barrier.
         """
-        next_number = self._last[ring] + 1
+        next_number = self.last[ring] + 1
         if number > next_number:
             expected = f"{next_number}, the next one, or one before it again"
             do = "Ask for the ring's assignment again"
             raise TrainingError(f"barrier of ring {ring}", got=number, expected=expected, do=do)
         if number < next_number:
             return
-        self._last[ring], self._epochs[ring] = number, epoch
-        self._texts.setdefault(number, {}).setdefault(ring, text)
+        self.last[ring], self.epochs[ring] = number, epoch
+        self.texts.setdefault(number, {}).setdefault(ring, text)
 
     def missing_rings(self, number: int) -> set[int]:
         """Return the rings that a barrier waits for, unless they are gone; none once it has a result.
 
         A ring that an earlier barrier has passed over is not among them until it has arrived there.
         """
-        return {ring for ring, last in enumerate(self._last) if self._last_result <= last < number}
+        return {ring for ring, last in enumerate(self.last) if self.last_result <= last < number}
 
     def result_of(
         self,
@@ -102,24 +86,24 @@ class RingBarrier:
         The result is the same for all rings that ask. For rings that are gone, and for absent ones, which are passed
         over, it has the text of their last push. It is empty for a barrier that is long past.
         """
-        if number <= self._last_result:
-            return self._results.get(number, BarrierResult(number=number, texts={}))
+        if number <= self.last_result:
+            return self.results.get(number, BarrierResult(number=number, texts={}))
         missing = self.missing_rings(number) - {*gone}
         if not missing <= {*absent}:
             return None
-        late = {ring for ring, last in enumerate(self._last) if last < number}
+        late = {ring for ring, last in enumerate(self.last) if last < number}
         late_texts = {ring: text for ring, text in (ring_progress or {}).items() if ring in late and text}
-        texts = {**late_texts, **self._texts.get(number, {})}
+        texts = {**late_texts, **self.texts.get(number, {})}
         self.record_result(BarrierResult(number=number, texts=texts, passed_over=tuple(sorted(missing))))
-        return self._results[number]
+        return self.results[number]
 
     def record_result(self, result: BarrierResult) -> bool:
         """Record the result of a barrier, made here or by a server that this one follows; False if it was known."""
-        if result.number in self._results or result.number <= self._last_result - _NUM_RESULTS_KEPT:
+        if result.number in self.results or result.number <= self.last_result - _NUM_RESULTS_KEPT:
             return False
-        self._last_result, self._results[result.number] = max(result.number, self._last_result), result
-        for old in [each for each in (*self._results, *self._texts) if each <= self._last_result - _NUM_RESULTS_KEPT]:
-            self._results.pop(old, None)
-            self._texts.pop(old, None)
-        self._texts.pop(result.number, None)
+        self.last_result, self.results[result.number] = max(result.number, self.last_result), result
+        for old in [each for each in (*self.results, *self.texts) if each <= self.last_result - _NUM_RESULTS_KEPT]:
+            self.results.pop(old, None)
+            self.texts.pop(old, None)
+        self.texts.pop(result.number, None)
         return True

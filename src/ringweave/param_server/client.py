@@ -3,15 +3,15 @@
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeVar
 
 from typing_extensions import Buffer
 
 from ringweave import rpc
 from ringweave.errors import ConnectionLostError, DeadlineError, NotLeaderError, RemoteError, RpcError, explain
 from ringweave.param_server import messages
-from ringweave.param_server.data_shards import Spans
+from ringweave.param_server.data_shards import Span
 from ringweave.rpc import state_transfer
 from ringweave.rpc.state_transfer import BackgroundThrottle
 
@@ -33,18 +33,16 @@ class _ServerAnswer:
 class LeaderFinder:
     """Finds the leading server of a job, for one ring; thread-safe."""
 
-    def __init__(
-        self, connects: Sequence[Callable[[], rpc.RpcClient]], *, term: int = 0, is_monitored: bool = False
-    ) -> None:
+    def __init__(self, connects: Sequence[Callable[[], rpc.RpcClient]], *, is_monitored: bool = False) -> None:
         """Store the arguments; the first call of `connect_leader` connects.
 
         Args:
             connects: Each connects to one server; the one that leads at the start comes first.
-            term: Term of the only server, if there is only one; otherwise the servers are queried.
             is_monitored: The server monitors whether it hears from this ring, so even a single server is asked
                 regularly.
         """
-        self._connects, self._term, self._is_monitored = list(connects), term, is_monitored
+        self._connects, self._is_monitored = list(connects), is_monitored
+        self._term = 0
         self._connect_lock = threading.Lock()
         self._changed = threading.Condition()
         self._leader_index = 0
@@ -170,6 +168,8 @@ def _query_leader_status(client: rpc.RpcClient) -> messages.LeaderStatus:
 
 
 CallResultT = TypeVar("CallResultT")
+MakeMessage = Callable[[int], rpc.RpcMessage]
+"""Returns the message for the server of a term."""
 _RECONNECT_INTERVAL_S = 0.2
 
 
@@ -191,7 +191,7 @@ class RingPush:
     num_batches: int = 1
     pass_number: int = 0
     epoch: int = 0
-    spans: Spans = ()
+    spans: list[Span] = field(default_factory=list)
 
 
 class RingClient:
@@ -208,7 +208,6 @@ class RingClient:
         servers: Sequence[Callable[[], rpc.RpcClient]],
         ring: int,
         *,
-        term: int = 0,
         generation_id: Callable[[], tuple[int, int]] | None = None,
         least_incarnations: Callable[[], Mapping[int, int]] = lambda: {},
         is_monitored: bool = False,
@@ -222,7 +221,6 @@ class RingClient:
         Args:
             servers: Each connects to one server of the job; the one that leads at the start comes first.
             ring: Index of the ring.
-            term: Term of the server, if there is only one.
             generation_id: Returns the generation of the ring's membership in which this process represents it; the
                 server refuses representatives of an earlier one. None where rings lose no members.
             least_incarnations: Returns slot -> least incarnation whose certificate counts; told with the generation.
@@ -234,7 +232,7 @@ class RingClient:
             clock: Returns seconds.
             sleep: Waits between two attempts to connect.
         """
-        self._leader_finder, self._ring = LeaderFinder(servers, term=term, is_monitored=is_monitored), ring
+        self._leader_finder, self._ring = LeaderFinder(servers, is_monitored=is_monitored), ring
         self._answer_timeout_s, self._reconnect_timeout_s = answer_timeout_s, reconnect_timeout_s
         self._clock, self._sleep = clock, sleep
         self._num_shards = 0
@@ -244,40 +242,21 @@ class RingClient:
 
     def start_job(self, setup: messages.ServerSetup, parameters: Sequence[Buffer]) -> None:
         """Start the job; only rank 0 calls this."""
-
-        def once(client: rpc.RpcClient, term: int) -> rpc.RpcReply:
-            return client.call(messages.StartJob(term=term, setup=setup), parameters, timeout_s=self._answer_timeout_s)
-
-        self._call(once)
+        self._ask(lambda term: messages.StartJob(term=term, setup=setup), parameters)
 
     def benchmark_exchange(
         self, setup: messages.ServerSetup, content: Sequence[Buffer], into: Sequence[Buffer]
     ) -> messages.ExchangeBenchmarkResult:
         """Benchmark a push and a pull before the job starts, without a trace; return the server's costs so far."""
-
-        def once(client: rpc.RpcClient, term: int) -> messages.ExchangeBenchmarkResult:
-            message = messages.ExchangeBenchmark(term=term, setup=setup)
-            said = client.call(message, content, timeout_s=self._answer_timeout_s, into=into).message
-            assert isinstance(said, messages.ExchangeBenchmarkResult), "the class of the reply"
-            return said
-
-        return self._call(once)
+        return self._ask(lambda term: messages.ExchangeBenchmark(term=term, setup=setup), content, into)
 
     def end_benchmark(self) -> None:
-        self._call(
-            lambda client, term: client.call(messages.EndExchangeBenchmark(term=term), timeout_s=self._answer_timeout_s)
-        )
+        self._ask(lambda term: messages.EndExchangeBenchmark(term=term))
 
     def pull(self, after_sequence: int, into: Sequence[Buffer], next_fragment: int = 0) -> int:
         """Fetch all parameters; return their version. `next_fragment` is the one that the ring pushes next."""
-
-        def once(client: rpc.RpcClient, term: int) -> int:
-            message = messages.Pull(
-                term=term, ring=self._ring, after_sequence=after_sequence, next_fragment=next_fragment
-            )
-            return _pull_result(client.call(message, timeout_s=self._answer_timeout_s, into=into)).version
-
-        return self._call_as_leader(once)
+        pull = {"ring": self._ring, "after_sequence": after_sequence, "next_fragment": next_fragment}
+        return self._ask_as_leader(lambda term: messages.Pull(term=term, **pull), into=into).version
 
     def push_and_pull(
         self, ring_push: RingPush, content: Sequence[Buffer], into: Sequence[Buffer]
@@ -299,20 +278,16 @@ class RingClient:
             except RpcError:
                 pulling.cancel()
                 raise
+            pulled = pulling.wait().message
             assert isinstance(pushed, messages.PushResult), "the class of the reply"
-            return pushed, _pull_result(pulling.wait())
+            assert isinstance(pulled, messages.PullResult), "the class of the reply"
+            return pushed, pulled
 
         return self._call_as_leader(once)
 
     def push(self, ring_push: RingPush, content: Sequence[Buffer]) -> messages.PushResult:
         """Push without fetching parameters: the ring is idle afterwards."""
-
-        def once(client: rpc.RpcClient, term: int) -> messages.PushResult:
-            pushed = client.call(self._push_message(ring_push, term), content, timeout_s=self._answer_timeout_s).message
-            assert isinstance(pushed, messages.PushResult), "the class of the reply"
-            return pushed
-
-        return self._call_as_leader(once)
+        return self._ask_as_leader(lambda term: self._push_message(ring_push, term), content)
 
     def take_shard(
         self,
@@ -331,9 +306,8 @@ class RingClient:
         pass.
         """
         self._num_shards = shard_number = self._num_shards + 1 if number is None else number
-
-        def once(client: rpc.RpcClient, term: int) -> tuple[int, int]:
-            message = messages.TakeShard(
+        taken: messages.ShardResult = self._ask_as_leader(
+            lambda term: messages.TakeShard(
                 term=term,
                 ring=self._ring,
                 number=shard_number,
@@ -343,97 +317,61 @@ class RingClient:
                 epoch_samples=epoch_samples,
                 ended_epoch=ended_epoch,
             )
-            taken = client.call(message, timeout_s=self._answer_timeout_s).message
-            assert isinstance(taken, messages.ShardResult), "the class of the reply"
-            return taken.first, taken.num_samples
-
-        return self._call_as_leader(once)
+        )
+        return taken.first, taken.num_samples
 
     def pause_ring(self) -> None:
         """Pause the ring while it regroups: no ring waits for it until it pushes or pulls."""
-        self._call(
-            lambda client, term: client.call(
-                messages.PauseRing(term=term, ring=self._ring), timeout_s=self._answer_timeout_s
-            )
-        )
+        self._ask(lambda term: messages.PauseRing(term=term, ring=self._ring))
 
     def wait_barrier(self, number: int, epoch: int, text: str) -> dict[int, str]:
         """Wait until all present rings have arrived at the barrier of that number; return the text of each.
 
         `epoch` is the one that ends with it.
         """
-
-        def once(client: rpc.RpcClient, term: int) -> dict[int, str]:
-            meet = messages.BarrierArrival(term=term, ring=self._ring, number=number, epoch=epoch, text=text)
-            met = client.call(meet, timeout_s=self._answer_timeout_s).message
-            assert isinstance(met, messages.BarrierReply), "the class of the reply"
-            return {int(ring): each for ring, each in met.texts.items()}
-
-        return self._call_as_leader(once)
+        met: messages.BarrierReply = self._ask_as_leader(
+            lambda term: messages.BarrierArrival(term=term, ring=self._ring, number=number, epoch=epoch, text=text)
+        )
+        return {int(ring): each for ring, each in met.texts.items()}
 
     def request_assignment(self, slot: int, *, is_starting: bool = False) -> messages.RingAssignmentReply:
         """Return the rings, once the job has started, and the progress of that slot's ring.
 
         `is_starting` says that no member of the ring has anything in flight.
         """
-
-        def once(client: rpc.RpcClient, term: int) -> messages.RingAssignmentReply:
-            seated = client.call(
-                messages.RingAssignmentRequest(term=term, slot=slot, begins=is_starting),
-                timeout_s=self._answer_timeout_s,
-            ).message
-            assert isinstance(seated, messages.RingAssignmentReply), "the class of the reply"
-            return seated
-
-        return self._call(once)
+        return self._ask(lambda term: messages.RingAssignmentRequest(term=term, slot=slot, begins=is_starting))
 
     def regroup(self, rings: Sequence[Sequence[int]]) -> None:
         """Form other rings; all of them are idle, and each has new clients afterwards."""
+        new_rings = [list(ring) for ring in rings]
+        self._ask(lambda term: messages.RegroupRings(term=term, ring=self._ring, rings=new_rings))
 
-        def once(client: rpc.RpcClient, term: int) -> rpc.RpcReply:
-            message = messages.RegroupRings(term=term, ring=self._ring, rings=[list(ring) for ring in rings])
-            return client.call(message, timeout_s=self._answer_timeout_s)
-
-        self._call(once)
-
-    def read_snapshot(self) -> dict[str, bytearray] | None:
+    def read_snapshot(self) -> dict[str, memoryview] | None:
         """Read the server's present state (`snapshots.parts_from_buffers`); None where another ring reads it.
 
         Pushes go on; reading yields to other users of the links.
         """
 
-        def once(client: rpc.RpcClient, term: int) -> dict[str, bytearray] | None:
+        def once(client: rpc.RpcClient, term: int) -> dict[str, memoryview] | None:
             snapped = client.call(
                 messages.SnapshotRequest(term=term, ring=self._ring), timeout_s=self._answer_timeout_s
             ).message
             assert isinstance(snapped, messages.SnapshotReply), "the class of the reply"
             if not snapped.is_there:
                 return None
-            rooms: dict[str, bytearray] = {}
-
-            def place(description: state_transfer.StateDescription) -> dict[str, bytearray]:
-                rooms.update({piece.name: bytearray(piece.num_bytes) for piece in description.pieces})
-                return rooms
-
             pace = BackgroundThrottle(lambda: 0.0, threading.Event())
-            state_transfer.fetch_state(
-                client, messages.SNAPSHOT_STATE_NAME, place, timeout_s=self._answer_timeout_s, throttle=pace
+            snapshot = state_transfer.fetch_state(
+                client, messages.SNAPSHOT_STATE_NAME, timeout_s=self._answer_timeout_s, throttle=pace
             )
             client.call(messages.ReleaseSnapshot(term=term, ring=self._ring), timeout_s=self._answer_timeout_s)
-            return rooms
+            return snapshot
 
         return self._call(once)
 
     def offer_checkpoint(self, train_step: int, check: str) -> messages.ResumeDecision:
         """Offer a checkpoint; return the decision once all rings have. `check` is empty without a checkpoint."""
-
-        def once(client: rpc.RpcClient, term: int) -> messages.ResumeDecision:
-            offer = messages.OfferCheckpoint(term=term, ring=self._ring, train_step=train_step, check=check)
-            ruled = client.call(offer, timeout_s=self._answer_timeout_s).message
-            assert isinstance(ruled, messages.ResumeDecision), "the class of the reply"
-            return ruled
-
-        return self._call(once)
+        offer = {"ring": self._ring, "train_step": train_step, "check": check}
+        return self._ask(lambda term: messages.OfferCheckpoint(term=term, **offer))
 
     def restore_snapshot(self, content: bytes, decision: messages.ResumeDecision, start: messages.DataStart) -> None:
         """Send the snapshot of the checkpoint from which all resume; see `RestoreSnapshot`."""
@@ -456,20 +394,11 @@ class RingClient:
         self._call(once)
 
     def status(self) -> messages.ServerStatus:
-        status = self._call(
-            lambda client, _: client.call(messages.ServerStatusRequest(), timeout_s=self._answer_timeout_s)
-        ).message
-        assert isinstance(status, messages.ServerStatus), "the class of the reply"
-        return status
+        return self._ask(lambda _: messages.ServerStatusRequest())
 
     def leave_ring(self, *, is_for_good: bool) -> None:
         """Become idle until the next pull; or leave for good and close the connection."""
-
-        def once(client: rpc.RpcClient, term: int) -> rpc.RpcReply:
-            message = messages.LeaveRing(term=term, ring=self._ring, is_for_good=is_for_good)
-            return client.call(message, timeout_s=self._answer_timeout_s)
-
-        self._call_as_leader(once)
+        self._ask_as_leader(lambda term: messages.LeaveRing(term=term, ring=self._ring, is_for_good=is_for_good))
         if is_for_good:
             self.close()
 
@@ -477,24 +406,23 @@ class RingClient:
         self._leader_finder.close()
 
     def _push_message(self, ring_push: RingPush, term: int) -> messages.Push:
-        return messages.Push(
-            term=term,
-            ring=self._ring,
-            sequence=ring_push.sequence,
-            base_version=ring_push.base_version,
-            content=ring_push.content,
-            fragments=ring_push.fragments,
-            weight=ring_push.weight,
-            local_steps=ring_push.local_steps,
-            num_samples=ring_push.num_samples,
-            batch_share=ring_push.batch_share,
-            absent=ring_push.absent,
-            options=ring_push.options,
-            ring_progress=ring_push.ring_progress,
-            num_batches=ring_push.num_batches,
-            pass_number=ring_push.pass_number,
-            epoch=ring_push.epoch,
-            spans=list(ring_push.spans),
+        return messages.Push(term=term, ring=self._ring, **asdict(ring_push))
+
+    def _ask(self, make: MakeMessage, content: Sequence[Buffer] = (), into: Sequence[Buffer] | None = None) -> Any:
+        """Return the leading server's answer, of class `reply`, to the message that `make` returns for its term."""
+        return self._call(self._single_call(make, content, into))
+
+    def _ask_as_leader(
+        self, make: MakeMessage, content: Sequence[Buffer] = (), into: Sequence[Buffer] | None = None
+    ) -> Any:
+        """Ask as `_ask` does, after the representative of the ring is registered at the server."""
+        return self._call_as_leader(self._single_call(make, content, into))
+
+    def _single_call(
+        self, make: MakeMessage, content: Sequence[Buffer], into: Sequence[Buffer] | None
+    ) -> Callable[[rpc.RpcClient, int], rpc.RpcMessage]:
+        return lambda client, term: (
+            client.call(make(term), content, timeout_s=self._answer_timeout_s, into=into).message
         )
 
     def _call_as_leader(self, do: Callable[[rpc.RpcClient, int], CallResultT]) -> CallResultT:
@@ -533,8 +461,3 @@ class RingClient:
                 if now_s - failing_since_s >= self._reconnect_timeout_s or now_s - began_s >= self._answer_timeout_s:
                     raise
                 self._sleep(_RECONNECT_INTERVAL_S)
-
-
-def _pull_result(answer: rpc.RpcReply) -> messages.PullResult:
-    assert isinstance(answer.message, messages.PullResult), "the class of the reply"
-    return answer.message

@@ -1,11 +1,13 @@
-"""State of a job on the parameter server: ledger, model, buffer pools."""
+"""State of a job on the parameter server: ledger, model, buffer pools, link speeds."""
 
+import copy
 import itertools
 import math
+import statistics
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +22,6 @@ from ringweave.param_server.flat import FlatTensors
 from ringweave.param_server.messages import BarrierArrival, Pull, Push, ServerSetup, ServerStatus
 from ringweave.param_server.model import AccumulatingModel
 from ringweave.param_server.snapshots import LiveRingState, ServerSnapshot
-from ringweave.param_server.throttle import LinkSpeed
 from ringweave.param_server.versions import Ledger, RingLeaderFence, StalenessPolicy, WeightPrediction
 
 _HELD_CHECK_S = 0.1
@@ -133,6 +134,51 @@ class LinkBufferPools:
         return self._quick.memory_bytes + self._slow.memory_bytes
 
 
+_SLOW_FACTOR = 3.0
+"""A ring is slow at so many times the median of all rings."""
+_NUM_RECENT_PUSHES = 3
+_MIN_PUSHES = 2
+"""Pushes that are considered, and that are needed. One push takes long when others share the link; on a slow link all
+do, so the shortest of them counts."""
+_STALLED_PUSH_FACTOR = 5.0
+_MIN_PUSH_TIMEOUT_S = 2.0
+_FIRST_PUSH_TIMEOUT_S = 10.0
+"""A push that takes so many times the usual, and at least the minimum, has stalled; the last value applies while
+nothing is known."""
+
+
+class LinkSpeed:
+    """Link speed of each ring, by the durations of its last pushes."""
+
+    def __init__(self) -> None:
+        self._begun_s: dict[int, float] = {}
+        self._durations_s: dict[int, deque[float]] = {}
+        self.push_timeout_s = _FIRST_PUSH_TIMEOUT_S
+        """Timeout after which others do not wait for a push any more; any thread may read it."""
+
+    def push_began(self, ring: int, now_s: float) -> None:
+        """Note the first bytes of a push."""
+        self._begun_s[ring] = now_s
+
+    def push_ended(self, ring: int, now_s: float) -> None:
+        """Note the last bytes of a push."""
+        begun_s = self._begun_s.pop(ring, None)
+        if begun_s is not None:
+            self._durations_s.setdefault(ring, deque(maxlen=_NUM_RECENT_PUSHES)).append(now_s - begun_s)
+            usual_s = statistics.median_high(min(took_s) for took_s in self._durations_s.values())
+            self.push_timeout_s = max(_MIN_PUSH_TIMEOUT_S, _STALLED_PUSH_FACTOR * usual_s)
+
+    def is_slow(self, ring: int) -> bool:
+        """Return whether its pushes take much longer than those of most rings; of two rings the lower median counts.
+
+        The shortest of its own pushes is compared with the median of each other ring, not with their shortest: a push
+        that waited for its turn has mostly arrived meanwhile, so that its rest may take no time at all.
+        """
+        known = {each: took_s for each, took_s in self._durations_s.items() if len(took_s) >= _MIN_PUSHES}
+        usual_s = [statistics.median_low(took_s) for took_s in known.values()]
+        return ring in known and min(known[ring]) > _SLOW_FACTOR * statistics.median_low(usual_s)
+
+
 @dataclass(slots=True)
 class ServerCounts:
     """Counters of a server."""
@@ -199,7 +245,7 @@ class ServerJob:
             dispatched=self.dispatcher.dispatched,
             gone=sorted(self.gone),
             ring_progress=dict(self.ring_progress),
-            barrier=self.barrier.to_state(),
+            barrier=copy.deepcopy(self.barrier),
             resumed=self.resumed,
         )
 
@@ -294,7 +340,7 @@ def resume_job(snapshot: ServerSnapshot, clock: Callable[[], float] = time.monot
     if live:
         job.gone.update(live.gone)
         job.ring_progress.update(live.ring_progress)
-        job.barrier = RingBarrier.from_state(live.barrier) if live.barrier else job.barrier
+        job.barrier = copy.deepcopy(live.barrier)
         job.resumed = live.resumed
     job.position = snapshot.position
     job.is_announced = True
@@ -378,7 +424,7 @@ def _make_job(
         receiving=pools[0],
         sending=pools[1],
         link_speed=link_speed,
-        barrier=RingBarrier(num_rings),
+        barrier=RingBarrier.of_rings(num_rings),
     )
 
 

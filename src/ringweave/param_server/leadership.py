@@ -96,6 +96,9 @@ class LeadershipRecord:
     members: tuple[int, ...]
 
 
+_RECORD = TypeAdapter(LeadershipRecord)
+
+
 class FailoverRules:
     """Failover rules of one server; not thread-safe."""
 
@@ -257,7 +260,7 @@ class FolderLeadershipLog:
         return sorted(each for each in self._folder.iterdir() if each.match("claim-*.json"))
 
     def _read(self, path: Path) -> LeadershipRecord:
-        return _record_from_json(file_io.load_json(path, MAX_RECORD_BYTES))
+        return _RECORD.validate_python(file_io.load_json(path, MAX_RECORD_BYTES))
 
     def _error(self, cause: Exception) -> NotLeaderError:
         expected, do = "a folder that both servers can read and write", "Look at that disk"
@@ -275,7 +278,7 @@ class SocketLeadershipLog:
 
     def latest(self) -> LeadershipRecord | None:
         found = self._ask({"latest": True})["record"]
-        return None if found is None else _record_from_json(found)
+        return None if found is None else _RECORD.validate_python(found)
 
     def append(self, record: LeadershipRecord) -> bool:
         return bool(self._ask({"append": asdict(record)})["appended"])
@@ -337,7 +340,7 @@ class LogServer:
         answer: dict[str, Any] = {"request": request["request"]}
         try:
             if "append" in request:
-                return answer | {"appended": self._log.append(_record_from_json(request["append"]))}
+                return answer | {"appended": self._log.append(_RECORD.validate_python(request["append"]))}
             found = self._log.latest()
         except NotLeaderError as error:
             return answer | {"error": str(error)}
@@ -425,10 +428,7 @@ def parse_record(text: str) -> LeadershipRecord:
     Raises:
         ValueError: It is none.
     """
-    try:
-        return _record_from_json(file_io.parse_json(text))
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"no leadership record: {error}") from error
+    return _RECORD.validate_json(file_io.bounded(text))
 
 
 def log_error(got: str, *, expected: str, do: str, where: str = "") -> NotLeaderError:
@@ -438,11 +438,6 @@ def log_error(got: str, *, expected: str, do: str, where: str = "") -> NotLeader
 
 def _agent_error(got: str) -> NotLeaderError:
     return log_error(got, expected="an answer of the node agent", do="Nothing: it is asked again")
-
-
-def _record_from_json(found: dict[str, Any]) -> LeadershipRecord:
-    members = tuple(found["members"])
-    return LeadershipRecord(number=found["number"], term=found["term"], leader=found["leader"], members=members)
 
 
 def _to_line(content: dict[str, Any]) -> bytes:

@@ -22,7 +22,7 @@ from ringweave.param_server.service import ParameterService
 from ringweave.param_server.sessions import ring_of
 from ringweave.param_server.standby import ServerPair
 from ringweave.rpc.channel import ConnectionTraffic
-from ringweave.telemetry import EventLog, print_line
+from ringweave.telemetry import event_writer, print_line
 
 _SERVER_TICK_S = 0.1
 _STATUS_EVERY_S = 5.0
@@ -39,7 +39,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--snapshots", type=Path)
     parser.add_argument("--snapshot-every-s", type=float, default=60.0)
     parser.add_argument("--resume", type=Path)
-    parser.add_argument("--term", type=int, default=0)
     parser.add_argument("--other", metavar="HOST:PORT")
     parser.add_argument("--index", type=int, choices=(0, 1), default=0)
     parser.add_argument("--claims")
@@ -52,13 +51,13 @@ class ParameterServerProcess:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._log = EventLog(args.run_dir / "events.jsonl") if args.run_dir else None
+        self._write = event_writer(args.run_dir / "events.jsonl" if args.run_dir else None)
         self._stopped = threading.Event()
         torch.set_num_threads(1)  # memory-bound; waiting threads stall on a busy node
         optimizers.warm_up_optimizer()
         authentication = rpc.TlsAuthentication(rpc.Credentials.load_from(args.credentials))
         self.pair = ServerPair(args, authentication, self._report_record) if args.other else None
-        replicator = self.pair.leadership if self.pair else NoStandby(args.term)
+        replicator = self.pair.leadership if self.pair else NoStandby()
         self.service = ParameterService(
             replicator=replicator,
             max_peers=self._max_workers,
@@ -72,7 +71,7 @@ class ParameterServerProcess:
             [*self.service.handlers(), *(self.pair.handlers(self.service) if self.pair else ())],
             roles=("worker", "server") if self.pair else ("worker",),
             is_revoked=self.service.ring_sessions.is_revoked,
-            write_event=self._log.write if self._log else None,
+            write_event=self._write,
             on_handler_error=_report_handler_error,
             on_peer_exit=self.service.ring_sessions.note_disconnect,
             on_peer_lost=self.service.ring_sessions.note_disconnect,
@@ -134,24 +133,22 @@ class ParameterServerProcess:
     def _report_record(self, record: LeadershipRecord, reason: str) -> None:
         others = "with a standby" if len(record.members) > 1 else "alone"
         print_line(f"parameter server: server {record.leader} leads in term {record.term}, {others}: {reason}")
-        if self._log:
-            self._log.write(
-                "params_leader_changed",
-                node=self._args.node,
-                server=record.leader,
-                term=record.term,
-                record=record.number,
-                members=list(record.members),
-                reason=reason,
-            )
+        self._write(
+            "params_leader_changed",
+            node=self._args.node,
+            server=record.leader,
+            term=record.term,
+            record=record.number,
+            members=list(record.members),
+            reason=reason,
+        )
 
     def _report_status(self, *, is_last: bool) -> None:
         if not self._is_leading:
             return
         status = self.service.status()
-        if self._log:
-            fields = status.model_dump()
-            self._log.write("params_counted", node=self._args.node, last=is_last, **fields, rpc=self._calls_by_ring())
+        fields = status.model_dump()
+        self._write("params_counted", node=self._args.node, last=is_last, **fields, rpc=self._calls_by_ring())
         if is_last and status.version:
             print_line(status_to_text(status))
 
@@ -164,9 +161,9 @@ class ParameterServerProcess:
             text = f"snapshot of the parameter server: {error}. Training goes on. [{path.name}]"
             print_line(text, is_error=True)
             return
-        if self._log and version is not None:
+        if version is not None:
             seconds = round(time.monotonic() - started_s, 3)
-            self._log.write("params_saved", node=self._args.node, version=version, path=str(path), seconds=seconds)
+            self._write("params_saved", node=self._args.node, version=version, path=str(path), seconds=seconds)
 
 
 def status_to_text(status: ServerStatus) -> str:

@@ -82,6 +82,13 @@ class ServerSetup(pydantic.BaseModel):
         return bool(self.shares)
 
 
+class RingMessage(rpc.RpcMessage):
+    """Base of the messages of a ring."""
+
+    term: Count
+    ring: Count
+
+
 class StartJob(rpc.RpcMessage):
     """Starts the job, with the initial parameters, one buffer for each dtype. Rank 0 sends it once."""
 
@@ -131,14 +138,12 @@ class PushResult(rpc.RpcMessage):
     is_repeat: bool
 
 
-class Push(rpc.RpcMessage):
+class Push(RingMessage):
     """Gradient or change of a ring; one buffer for each dtype."""
 
     kind: ClassVar[str] = "params.push"
     reply: ClassVar[type[rpc.RpcMessage]] = PushResult
 
-    term: Count
-    ring: Count
     sequence: pydantic.PositiveInt
     base_version: Count
     content: Literal["gradient", "change", "outer_gradient"]
@@ -180,14 +185,12 @@ class PullResult(rpc.RpcMessage):
     """Most local steps that a ring would take from one push of a fragment to the next; 0: none has said it."""
 
 
-class Pull(rpc.RpcMessage):
+class Pull(RingMessage):
     """Asks for the parameters, once the ring's push of that number is applied and no ring is left too far behind."""
 
     kind: ClassVar[str] = "params.pull"
     reply: ClassVar[type[rpc.RpcMessage]] = PullResult
 
-    term: Count
-    ring: Count
     after_sequence: Count
     fragments: list[Count] = pydantic.Field(default_factory=list)
     """Fragments to send, once the rings that push the same next have done so; empty: all, at once."""
@@ -204,14 +207,12 @@ class ShardResult(rpc.RpcMessage):
     num_samples: Count
 
 
-class TakeShard(rpc.RpcMessage):
+class TakeShard(RingMessage):
     """Asks for the next samples of a ring."""
 
     kind: ClassVar[str] = "params.take_shard"
     reply: ClassVar[type[rpc.RpcMessage]] = ShardResult
 
-    term: Count
-    ring: Count
     number: pydantic.PositiveInt
     epoch: Count
     num_samples: pydantic.PositiveInt
@@ -221,48 +222,41 @@ class TakeShard(rpc.RpcMessage):
     """Epoch of an aborted pass; no worker computes the samples of this shard."""
 
 
-class LeaveRing(rpc.RpcMessage):
+class LeaveRing(RingMessage):
     """Announces that the ring is idle until it pulls again, so that no ring waits for it."""
 
     kind: ClassVar[str] = "params.leave_ring"
 
-    term: Count
-    ring: Count
     is_for_good: bool
     """True after the ring's last push."""
 
 
-class RegroupRings(rpc.RpcMessage):
-    """Forms other rings of the same ranks, while all of them are idle; pushes and shards are counted from 1 again."""
+class RegroupRings(RingMessage):
+    """Forms other rings of the same ranks, while all of them are idle; pushes and shards are counted from 1 again.
+
+    `ring` is that of the caller before the change.
+    """
 
     kind: ClassVar[str] = "params.regroup_rings"
 
-    term: Count
-    ring: Count
-    """Ring of the caller, before the change."""
     rings: list[list[Count]]
     """All ranks; the first of each ring is its representative."""
 
 
-class RegisterRingLeader(rpc.RpcMessage):
+class RegisterRingLeader(RingMessage):
     """Registers a process as the ring's representative in that generation; an earlier representative is fenced off."""
 
     kind: ClassVar[str] = "params.register_ring_leader"
 
-    term: Count
-    ring: Count
     generation_id: tuple[Count, Count]
     least_incarnations: list[tuple[Count, Count]] = pydantic.Field(default_factory=list)
     """Slots of the ring, each with the least incarnation whose certificate counts."""
 
 
-class PauseRing(rpc.RpcMessage):
+class PauseRing(RingMessage):
     """Pauses a ring that has lost a member and regroups: no ring waits for it until it pushes or pulls again."""
 
     kind: ClassVar[str] = "params.pause_ring"
-
-    term: Count
-    ring: Count
 
 
 class BarrierReply(rpc.RpcMessage):
@@ -276,14 +270,12 @@ class BarrierReply(rpc.RpcMessage):
     texts: dict[str, str]
 
 
-class BarrierArrival(rpc.RpcMessage):
+class BarrierArrival(RingMessage):
     """Announces that the ring has finished its pass and waits at the barrier for all others but those that are gone."""
 
     kind: ClassVar[str] = "params.barrier_arrival"
     reply: ClassVar[type[rpc.RpcMessage]] = BarrierReply
 
-    term: Count
-    ring: Count
     number: pydantic.PositiveInt
     """Number of the barrier, counted from 1. Two follow each pass: at its end, and when all have the same
     parameters."""
@@ -392,23 +384,17 @@ class SnapshotReply(rpc.RpcMessage):
     is_there: bool
 
 
-class SnapshotRequest(rpc.RpcMessage):
+class SnapshotRequest(RingMessage):
     """Asks for a snapshot of the present state. Pushes go on."""
 
     kind: ClassVar[str] = "params.take_snapshot"
     reply: ClassVar[type[rpc.RpcMessage]] = SnapshotReply
 
-    term: Count
-    ring: Count
 
-
-class ReleaseSnapshot(rpc.RpcMessage):
+class ReleaseSnapshot(RingMessage):
     """Releases a snapshot that has been read."""
 
     kind: ClassVar[str] = "params.release_snapshot"
-
-    term: Count
-    ring: Count
 
 
 class ResumeDecision(rpc.RpcMessage):
@@ -427,14 +413,12 @@ class ResumeDecision(rpc.RpcMessage):
     """Whole train steps of all rings that the server has by now."""
 
 
-class OfferCheckpoint(rpc.RpcMessage):
+class OfferCheckpoint(RingMessage):
     """Offers the checkpoint of a ring; answered with the decision once all rings have offered theirs."""
 
     kind: ClassVar[str] = "params.offer_checkpoint"
     reply: ClassVar[type[rpc.RpcMessage]] = ResumeDecision
 
-    term: Count
-    ring: Count
     train_step: Count = 0
     check: str = pydantic.Field(default="", max_length=64)
     """Checksum of the checkpoint; empty if it has none."""
@@ -454,13 +438,11 @@ class DataStart(pydantic.BaseModel):
     """Seed of the orders of all epochs."""
 
 
-class RestoreSnapshot(rpc.RpcMessage):
+class RestoreSnapshot(RingMessage):
     """Sends a snapshot to the server, piece by piece in order; after the last one the server resumes from it."""
 
     kind: ClassVar[str] = "params.restore_snapshot"
 
-    term: Count
-    ring: Count
     num_bytes: pydantic.PositiveInt
     """Bytes of the whole snapshot."""
     first_byte: Count

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import ClassVar, Protocol
 
 import pydantic
@@ -58,9 +57,7 @@ class Replicator(Protocol):
 class NoStandby:
     """Replicator of a server without a standby, with one term from start to end."""
 
-    def __init__(self, term: int = 0) -> None:
-        self.term = term
-        self.may_answer = True
+    term, may_answer = 0, True
 
     def check_term(self, term: int) -> None:
         """Check the term.
@@ -120,79 +117,12 @@ class ReplicateGrant(rpc.RpcMessage):
     """Train steps by which they are predicted ahead."""
 
 
-class ReplicateShard(rpc.RpcMessage):
-    """A ring gets these samples."""
+class ReplicateFact(rpc.RpcMessage):
+    """Carries what the leader has recorded of a ring."""
 
-    kind: ClassVar[str] = "params.replicate_shard"
+    kind: ClassVar[str] = "params.replicate_fact"
 
-    ring: Count
-    number: pydantic.PositiveInt
-    epoch: Count
-    first: Count
-    num_samples: Count
-    ended_epoch: Count | None = None
-
-    @property
-    def fact(self) -> DataShard:
-        return DataShard(**self.model_dump())
-
-
-class ReplicateLeave(rpc.RpcMessage):
-    """A ring becomes idle or leaves."""
-
-    kind: ClassVar[str] = "params.replicate_leave"
-
-    fact: LeaveRing
-
-
-class ReplicatePause(rpc.RpcMessage):
-    """A ring regroups."""
-
-    kind: ClassVar[str] = "params.replicate_pause"
-
-    fact: PauseRing
-
-
-class ReplicateArrival(rpc.RpcMessage):
-    """A ring has arrived at a barrier."""
-
-    kind: ClassVar[str] = "params.replicate_arrival"
-
-    fact: BarrierArrival
-
-
-class ReplicateBarrierResult(rpc.RpcMessage):
-    """Result of a barrier: the text of each ring, or the one of its last push if it was not waited for."""
-
-    kind: ClassVar[str] = "params.replicate_barrier_result"
-
-    number: pydantic.PositiveInt
-    texts: dict[str, str]
-    passed_over: tuple[Count, ...] = ()
-
-    @property
-    def fact(self) -> BarrierResult:
-        texts = {int(ring): text for ring, text in self.texts.items()}
-        return BarrierResult(number=self.number, texts=texts, passed_over=self.passed_over)
-
-
-FACT_MESSAGES = (ReplicateShard, ReplicateLeave, ReplicatePause, ReplicateArrival, ReplicateBarrierResult)
-
-
-def message_of_fact(fact: ReplicatedFact) -> rpc.RpcMessage:
-    """Return the message for a fact."""
-    match fact:
-        case DataShard():
-            return ReplicateShard(**asdict(fact))
-        case LeaveRing():
-            return ReplicateLeave(fact=fact)
-        case PauseRing():
-            return ReplicatePause(fact=fact)
-        case BarrierArrival():
-            return ReplicateArrival(fact=fact)
-        case BarrierResult():
-            texts = {str(ring): text for ring, text in fact.texts.items()}
-            return ReplicateBarrierResult(number=fact.number, texts=texts, passed_over=fact.passed_over)
+    fact: ReplicatedFact
 
 
 class RenewLease(rpc.RpcMessage):

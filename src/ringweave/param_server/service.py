@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from ringweave import rpc
 from ringweave.errors import ConnectionLostError, DeadlineError, TrainingError
@@ -38,48 +37,25 @@ _MAX_STATE_COPIES = 8
 _MAX_BOOKS_BYTES = 64 << 20
 
 
-class CheckpointJobAccess(Protocol):
-    """Access to the service's job."""
-
-    changed: threading.Condition
-    job: ServerJob | None
-
-    def find_job(self, term: int, ring: int, peer: Identity) -> ServerJob: ...
-
-    def started_job(self) -> ServerJob: ...
-
-    def reserve_copy(self, num_bytes: int) -> AbstractContextManager[None]:
-        """Count so many bytes as held for the length of a block."""
-        ...
-
-
 class CheckpointHandlers:
     """Handlers for checkpoints of rings."""
 
     def __init__(
         self,
-        job_access: CheckpointJobAccess,
+        service: "ParameterService",
         replicator: Replicator,
         state_server: StateServer,
-        absent_rings: Callable[[ServerJob], set[int]],
         clock: Callable[[], float],
     ) -> None:
         """Store the arguments; there is no snapshot yet.
 
         Args:
-            job_access: Access to the job.
+            service: Service of the job.
             replicator: Knows whether this server leads, and replicates a restored state to the standby.
             state_server: Publishes the snapshot for rings.
-            absent_rings: Returns the rings that barriers do not wait for.
             clock: Returns seconds.
         """
-        self._job_access, self._replicator, self._state_server, self._absent_rings, self._clock = (
-            job_access,
-            replicator,
-            state_server,
-            absent_rings,
-            clock,
-        )
+        self._service, self._replicator, self._state_server, self._clock = service, replicator, state_server, clock
         self._reserved_copy: AbstractContextManager[None] | None = None
         self._uploads: dict[int, bytearray] = {}
 
@@ -93,27 +69,27 @@ class CheckpointHandlers:
 
     def _take_snapshot(self, call: RpcCall) -> messages.SnapshotReply:
         request: messages.SnapshotRequest = call.message
-        self._job_access.find_job(request.term, request.ring, call.peer)
-        with self._job_access.changed:
-            job = self._job_access.started_job()
+        self._service.find_job(request.term, request.ring, call.peer)
+        with self._service.changed:
+            job = self._service.started_job()
             gone = job.gone | set(job.away_s)
             if any(ring not in gone for ring in range(request.ring)):
                 return messages.SnapshotReply(is_there=False)
             snapshot = param_server_job.take_job_snapshot(job)
-        self._hold_copy(self._job_access.reserve_copy(snapshot.num_bytes))
+        self._hold_copy(self._service.reserve_copy(snapshot.num_bytes))
         self._state_server.publish(messages.SNAPSHOT_STATE_NAME, snapshots.snapshot_to_buffers(snapshot))
         return messages.SnapshotReply(is_there=True)
 
     def _release_snapshot(self, call: RpcCall) -> Ack:
         request: messages.ReleaseSnapshot = call.message
-        self._job_access.find_job(request.term, request.ring, call.peer)
+        self._service.find_job(request.term, request.ring, call.peer)
         self._state_server.unpublish(messages.SNAPSHOT_STATE_NAME)
         self._hold_copy(None)
         return Ack()
 
     def _hold_copy(self, held: AbstractContextManager[None] | None) -> None:
         """Count the memory of the published snapshot, in place of the one before it."""
-        with self._job_access.changed:
+        with self._service.changed:
             before, self._reserved_copy = self._reserved_copy, held
             if held is not None:
                 held.__enter__()
@@ -122,14 +98,14 @@ class CheckpointHandlers:
 
     def _decide_resume(self, call: RpcCall) -> messages.ResumeDecision:
         offer: messages.OfferCheckpoint = call.message
-        self._job_access.find_job(offer.term, offer.ring, call.peer)
-        with self._job_access.changed:
-            job = self._job_access.started_job()
+        self._service.find_job(offer.term, offer.ring, call.peer)
+        with self._service.changed:
+            job = self._service.started_job()
             if job.has_begun and offer.ring not in job.checkpoint_offers:
                 return messages.ResumeDecision(verdict="begun", num_done=job.model.progress.num_done)
             job.checkpoint_offers[offer.ring] = (offer.train_step, offer.check)
-            self._job_access.changed.notify_all()
-            while (decision := self._resume_decision(self._job_access.started_job(), offer.ring)) is None:
+            self._service.changed.notify_all()
+            while (decision := self._resume_decision(self._service.started_job(), offer.ring)) is None:
                 if call.left_s() <= 0 or call.cancelled.is_set():
                     raise DeadlineError(
                         "checkpoint that the rings resume from",
@@ -137,7 +113,7 @@ class CheckpointHandlers:
                         expected="all that are there",
                         do="Call Checkpoints.load on every rank",
                     )
-                self._job_access.changed.wait(min(_OFFER_POLL_S, max(0.0, call.left_s())))
+                self._service.changed.wait(min(_OFFER_POLL_S, max(0.0, call.left_s())))
         return decision
 
     def _resume_decision(self, job: ServerJob, ring: int) -> messages.ResumeDecision | None:
@@ -149,7 +125,7 @@ class CheckpointHandlers:
             )
         if job.has_nothing_to_resume:
             return messages.ResumeDecision(verdict="nothing", num_done=job.model.progress.num_done)
-        present_rings = set(range(len(job.setup.rings))) - self._absent_rings(job)
+        present_rings = set(range(len(job.setup.rings))) - self._service.ring_sessions.absent_rings(job)
         if not present_rings <= job.checkpoint_offers.keys():
             return None
         best = max(
@@ -165,13 +141,13 @@ class CheckpointHandlers:
 
     def _restore_snapshot(self, call: RpcCall) -> Ack:
         piece: messages.RestoreSnapshot = call.message
-        job = self._job_access.find_job(piece.term, piece.ring, call.peer)
+        job = self._service.find_job(piece.term, piece.ring, call.peer)
         content = self._receive_piece(job, piece, b"".join(call.buffers))
         if content is None:
             return Ack()
         snapshot = snapshots.snapshot_from_bytes(content)
-        with self._job_access.changed:
-            job = self._job_access.started_job()
+        with self._service.changed:
+            job = self._service.started_job()
             if job.resumed is None:  # else it is a repetition, or another ring was faster
                 if job.has_begun:
                     raise TrainingError(
@@ -185,18 +161,18 @@ class CheckpointHandlers:
                 resumed = ResumePoint(
                     train_step=piece.train_step, check=piece.check, seed=start.seed, position=position
                 )
-                self._job_access.job = param_server_job.restore_job(
+                self._service.job = param_server_job.restore_job(
                     job, fit_snapshot(snapshot, job.setup), resumed, self._clock
                 )
         self._replicator.replicate_start()
-        with self._job_access.changed:
-            self._job_access.changed.notify_all()
+        with self._service.changed:
+            self._service.changed.notify_all()
         return Ack()
 
     def _receive_piece(self, job: ServerJob, piece: messages.RestoreSnapshot, content: bytes) -> bytes | None:
         """Add a piece; return the whole snapshot once it is complete."""
         max_bytes = _MAX_BOOKS_BYTES + _MAX_STATE_COPIES * job.model.step_start.num_bytes
-        with self._job_access.changed:
+        with self._service.changed:
             held = bytearray() if piece.first_byte == 0 else self._uploads.get(piece.ring, bytearray())
             is_too_long = max(piece.num_bytes, len(held) + len(content)) > min(max_bytes, piece.num_bytes)
             if is_too_long or len(held) != piece.first_byte:
@@ -363,9 +339,7 @@ class ParameterService:
         self.ring_sessions = RingSessions(self, self._replicator, clock)
         self._state_server = state_server or StateServer()
         self._benchmark = ExchangeBenchmarkHandlers(self._replicator.check_term)
-        self._checkpoints = CheckpointHandlers(
-            self, self._replicator, self._state_server, self.ring_sessions.absent_rings, clock
-        )
+        self._checkpoints = CheckpointHandlers(self, self._replicator, self._state_server, clock)
 
     def handlers(self) -> list[RpcHandler]:
         return [

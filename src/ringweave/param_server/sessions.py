@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ringweave.errors import DeadlineError, RefusedError
 from ringweave.membership.failure_detector import HEARTBEAT_TIMEOUT, ArrivalHistory
@@ -11,6 +11,9 @@ from ringweave.param_server.barrier import BarrierResult
 from ringweave.param_server.job import ServerJob
 from ringweave.param_server.replication import Replicator
 from ringweave.rpc import Ack, Identity, PeerStatus, RpcCall, RpcHandler
+
+if TYPE_CHECKING:
+    from ringweave.param_server.service import ParameterService
 
 _SERVER_STALL_S = 0.5
 """Time between two checks above which this process itself was stopped, saved, or starved."""
@@ -60,29 +63,12 @@ SILENT_RING_S = 3.0
 _BARRIER_POLL_S = 0.5
 
 
-class RingJobAccess(Protocol):
-    """Access to the service's job."""
-
-    changed: threading.Condition
-    job: ServerJob | None
-
-    def pass_over_absent(self, job: ServerJob, number: int) -> BarrierResult | None:
-        """Return the result of a barrier without the absent rings; None if another one is missing."""
-        ...
-
-    def find_job(self, term: int, ring: int, peer: Identity) -> ServerJob: ...
-
-    def find_job_for_leader(self, term: int, ring: int, peer: Identity) -> ServerJob:
-        """Return the job, if that peer is the ring's current representative."""
-        ...
-
-
 class RingSessions:
     """Handlers for sessions of rings: registration, pauses, barriers, assignments."""
 
-    def __init__(self, job_access: RingJobAccess, replicator: Replicator, clock: Callable[[], float]) -> None:
+    def __init__(self, service: "ParameterService", replicator: Replicator, clock: Callable[[], float]) -> None:
         """`replicator` knows whether this server leads, and replicates the rings' messages to the standby."""
-        self._job_access, self._replicator, self._clock = job_access, replicator, clock
+        self._service, self._replicator, self._clock = service, replicator, clock
         self._silence_detector = RingSilenceDetector(clock())
         self._overdue_since_s: dict[int, float] = {}
         self._incarnations_lock = threading.Lock()
@@ -107,13 +93,13 @@ class RingSessions:
         Where rings lose no members only a connection has broken: the ring computes, and returns with its push. The
         others wait for it at the staleness bound; if it is dead, the run ends.
         """
-        with self._job_access.changed:
-            job = self._job_access.job
+        with self._service.changed:
+            job = self._service.job
             ring = ring_of(job, peer) if job and peer.role == "worker" else None
             if job is None or ring is None or ring in job.gone:
                 return
             self._mark_away(job, ring)
-            self._job_access.changed.notify_all()
+            self._service.changed.notify_all()
 
     def check_silence(self, peers: Sequence[PeerStatus]) -> set[int]:
         """Check which rings are silent; called regularly. They delay no other ring until they are heard again.
@@ -123,8 +109,8 @@ class RingSessions:
         Returns:
             The rings that no other waits for from now on.
         """
-        with self._job_access.changed:
-            job = self._job_access.job
+        with self._service.changed:
+            job = self._service.job
             if job is None or not job.setup.may_lose_members:
                 return set()
             ring = lambda peer: ring_of(job, peer) if peer.role == "worker" else None  # noqa: E731 - for this job
@@ -136,7 +122,7 @@ class RingSessions:
                 self._stop_waiting_for(job, each)
             job.silent |= found
             if found:
-                self._job_access.changed.notify_all()
+                self._service.changed.notify_all()
             return found
 
     def note_takeover(self, connected: Iterable[Identity]) -> None:
@@ -145,19 +131,19 @@ class RingSessions:
         A ring whose representative lives has a connection to both servers. No ring waits for the others until they are
         heard, and barriers give them as long as after a disconnect at this moment.
         """
-        with self._job_access.changed:
-            job = self._job_access.job
+        with self._service.changed:
+            job = self._service.job
             if job is None:
                 return
             connected_rings = {ring_of(job, peer) for peer in connected if peer.role == "worker"} - job.away_s.keys()
             for ring in set(range(len(job.setup.rings))) - connected_rings - job.gone:
                 self._mark_away(job, ring)
-            self._job_access.changed.notify_all()
+            self._service.changed.notify_all()
 
     def present_rings(self) -> set[int]:
         """Return the rings that are present, as far as known; none before the job has started."""
-        with self._job_access.changed:
-            job = self._job_access.job
+        with self._service.changed:
+            job = self._service.job
             return set(range(len(job.setup.rings))) - job.gone - job.away_s.keys() if job else set()
 
     def _mark_away(self, job: ServerJob, ring: int) -> None:
@@ -174,10 +160,10 @@ class RingSessions:
 
     def _register_leader(self, call: RpcCall) -> Ack:
         registration: messages.RegisterRingLeader = call.message
-        job = self._job_access.find_job(registration.term, registration.ring, call.peer)
-        with self._job_access.changed:
+        job = self._service.find_job(registration.term, registration.ring, call.peer)
+        with self._service.changed:
             job.leader_fence.register_leader(registration.ring, registration.generation_id, call.peer.name)
-            self._job_access.changed.notify_all()  # a previous representative stops waiting
+            self._service.changed.notify_all()  # a previous representative stops waiting
         for slot, least in registration.least_incarnations:
             if slot in job.setup.rings[registration.ring]:
                 self._raise_least_incarnation(slot, least)
@@ -202,19 +188,19 @@ class RingSessions:
 
     def _pause_ring(self, call: RpcCall) -> Ack:
         pause: messages.PauseRing = call.message
-        job = self._job_access.find_job(pause.term, pause.ring, call.peer)
-        with self._job_access.changed:
+        job = self._service.find_job(pause.term, pause.ring, call.peer)
+        with self._service.changed:
             job.ledger.pause(pause.ring)
-            self._job_access.changed.notify_all()
+            self._service.changed.notify_all()
         self._replicator.replicate_fact(pause)
         return Ack()
 
     def _wait_at_barrier(self, call: RpcCall) -> messages.BarrierReply:
         arrival: messages.BarrierArrival = call.message
-        job = self._job_access.find_job_for_leader(arrival.term, arrival.ring, call.peer)
-        with self._job_access.changed:
+        job = self._service.find_job_for_leader(arrival.term, arrival.ring, call.peer)
+        with self._service.changed:
             job.record_arrival(arrival)
-            self._job_access.changed.notify_all()
+            self._service.changed.notify_all()
         self._replicator.replicate_fact(arrival)
         result = self._wait_for_result(job, call)
         self._replicator.replicate_fact(result)  # another server gives the same answer
@@ -223,14 +209,14 @@ class RingSessions:
     def _wait_for_result(self, job: ServerJob, call: RpcCall) -> BarrierResult:
         """Return the texts of the rings, once all present ones have arrived at the barrier."""
         number = call.message.number
-        while (result := self._wait_for_arrivals(job, call) or self._job_access.pass_over_absent(job, number)) is None:
+        while (result := self._wait_for_arrivals(job, call) or self._service.pass_over_absent(job, number)) is None:
             pass  # an absent ring was heard meanwhile
         return result
 
     def _wait_for_arrivals(self, job: ServerJob, call: RpcCall) -> BarrierResult | None:
         """Return the result of the barrier; None once the rings that are still missing are to be passed over."""
         arrival: messages.BarrierArrival = call.message
-        with self._job_access.changed:
+        with self._service.changed:
             while (result := job.barrier.result_of(arrival.number, job.gone, job.ring_progress)) is None:
                 if job.barrier.missing_rings(arrival.number) <= job.gone | self.rings_to_pass_over(job):
                     return None
@@ -241,7 +227,7 @@ class RingSessions:
                         expected="all that are there",
                         do="Look which ring does not get on",
                     )
-                self._job_access.changed.wait(min(_BARRIER_POLL_S, max(0.0, call.left_s())))
+                self._service.changed.wait(min(_BARRIER_POLL_S, max(0.0, call.left_s())))
         return result
 
     def absent_rings(self, job: ServerJob) -> set[int]:
@@ -258,8 +244,8 @@ class RingSessions:
     def _assign_ring(self, call: RpcCall) -> messages.RingAssignmentReply:
         request: messages.RingAssignmentRequest = call.message
         self._replicator.check_term(request.term)
-        with self._job_access.changed:
-            job = self._job_access.job
+        with self._service.changed:
+            job = self._service.job
             if job is None or not job.is_announced:
                 return messages.RingAssignmentReply(rings=[])
             rings = job.setup.rings

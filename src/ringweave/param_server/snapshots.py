@@ -14,6 +14,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import xxhash
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,6 +23,7 @@ from typing_extensions import Buffer
 from ringweave.errors import TrainingError
 from ringweave.files import file_io
 from ringweave.param_server import flat, optimizers
+from ringweave.param_server.barrier import RingBarrier
 from ringweave.param_server.data_shards import DataPosition, DataShard, ResumePoint
 from ringweave.param_server.flat import FlatTensors
 from ringweave.param_server.messages import ServerSetup
@@ -45,12 +47,15 @@ class LiveRingState:
     """Epoch -> samples that are dispatched."""
     gone: list[int]
     """Rings that have left for good."""
+    barrier: RingBarrier
     ring_progress: dict[int, str] = field(default_factory=dict)
     """Text that came with the last push of each ring."""
-    barrier: dict[str, Any] = field(default_factory=dict)
-    """State of the barrier, as `RingBarrier.to_state` returns it; empty without arrivals."""
     resumed: ResumePoint | None = None
     """Point from which the job resumed."""
+
+
+_LIVE_STATE = TypeAdapter(LiveRingState | None)
+_POSITION, _PROGRESS = TypeAdapter(DataPosition), TypeAdapter(TrainStepProgress)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,8 +206,8 @@ def snapshot_to_parts(snapshot: ServerSnapshot) -> tuple[str, dict[str, Tensor]]
         "version": snapshot.version,
         "setup": snapshot.setup.model_dump(mode="json"),
         "pushed": [asdict(receipt) for receipt in snapshot.pushed.values()],
-        "progress": _progress_to_json(snapshot.progress),
-        "outer_progress": [_progress_to_json(each) for each in snapshot.outer_progress],
+        "progress": _PROGRESS.dump_python(snapshot.progress, mode="json"),
+        "outer_progress": [_PROGRESS.dump_python(each, mode="json") for each in snapshot.outer_progress],
         "groups": snapshot.groups,
         "scalars": snapshot.scalars,
         "options": snapshot.options,
@@ -259,7 +264,9 @@ def _snapshot_error(cause: Exception, expected: str, do: str, where: str) -> Tra
 
 def _unpack_snapshot(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> ServerSnapshot:
     text = metadata[_METADATA_KEY]
-    _compare_checksums(metadata[_CHECKSUM_KEY], _snapshot_checksum(text, tensors))
+    stated, found = metadata[_CHECKSUM_KEY], _snapshot_checksum(text, tensors)
+    if stated != found:
+        raise ValueError(f"check {found} instead of {stated}")
     return _parse_metadata(text, tensors)
 
 
@@ -293,7 +300,7 @@ def _parse_metadata(text: str, tensors: Mapping[str, Tensor]) -> ServerSnapshot:
         version=metadata["version"],
         pushed={receipt["ring"]: PushReceipt(**receipt) for receipt in metadata["pushed"]},
         parameters=[tensors[f"parameter.{place}"] for place in range(len(setup.tensors))],
-        progress=_parse_progress(metadata["progress"]),
+        progress=_PROGRESS.validate_python(metadata["progress"]),
         outer_progress=_parse_outer_progress(metadata["outer_progress"], setup),
         accumulated=[
             tensors[f"accumulated.{place}"] for place in range(sum(key.startswith("accumulated.") for key in tensors))
@@ -303,40 +310,15 @@ def _parse_metadata(text: str, tensors: Mapping[str, Tensor]) -> ServerSnapshot:
         scalars=metadata["scalars"],
         options=metadata["options"],
         last_updated=metadata["last_updated"],
-        live_state=_parse_live_state(metadata["live_state"]) if metadata["live_state"] else None,
+        live_state=_LIVE_STATE.validate_python(metadata["live_state"]),
         ring_bases=_parse_bases(len(setup.tensors), tensors),
-        position=_parse_position(metadata["position"]),
+        position=_POSITION.validate_python(metadata["position"]),
     )
 
 
 def _parse_bases(num_places: int, tensors: Mapping[str, Tensor]) -> dict[int, list[Tensor]]:
     rings = sorted({int(key.split(".")[1]) for key in tensors if key.startswith("base.")})
     return {ring: [tensors[f"base.{ring}.{place}"] for place in range(num_places)] for ring in rings}
-
-
-def _parse_live_state(book: Mapping[str, Any]) -> LiveRingState:
-    return LiveRingState(
-        ring_grants=[
-            RingGrants(grants=tuple(each["grants"]), num_since=each["num_since"], is_paused=each["is_paused"])
-            for each in book["ring_grants"]
-        ],
-        shards=[DataShard(**each) for each in book["shards"]],
-        dispatched={int(epoch): count for epoch, count in book["dispatched"].items()},
-        gone=list(book["gone"]),
-        ring_progress={int(ring): text for ring, text in book["ring_progress"].items()},
-        barrier=book["barrier"],
-        resumed=_parse_resume_point(book["resumed"]) if book["resumed"] else None,
-    )
-
-
-def _parse_position(book: Mapping[str, Any]) -> DataPosition:
-    done = tuple((first, count) for first, count in book["done"])
-    return DataPosition(pass_number=book["pass_number"], epoch=book["epoch"], done=done)
-
-
-def _parse_resume_point(book: Mapping[str, Any]) -> ResumePoint:
-    position = _parse_position(book["position"])
-    return ResumePoint(train_step=book["train_step"], check=book["check"], seed=book["seed"], position=position)
 
 
 def restore_model(snapshot: ServerSnapshot) -> AccumulatingModel:
@@ -381,19 +363,10 @@ def _make_flat(setup: ServerSetup, tensors: list[Tensor]) -> FlatTensors:
     return made
 
 
-def _progress_to_json(progress: TrainStepProgress) -> dict[str, Any]:
-    return {**asdict(progress), "present": sorted(progress.present)}
-
-
-def _parse_outer_progress(books: Sequence[Mapping[str, Any]], setup: ServerSetup) -> list[TrainStepProgress]:
+def _parse_outer_progress(books: Sequence[Any], setup: ServerSetup) -> list[TrainStepProgress]:
     if len(books) != len(setup.fragments):
         raise ValueError(f"outer steps of {len(books)} fragments, not of {len(setup.fragments)}")
-    return [_parse_progress(each) for each in books]
-
-
-def _parse_progress(book: Mapping[str, Any]) -> TrainStepProgress:
-    numbers = {name: value for name, value in book.items() if name != "present"}
-    return TrainStepProgress(present=set(book["present"]), **numbers)
+    return [_PROGRESS.validate_python(each) for each in books]
 
 
 def _snapshot_checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
@@ -404,8 +377,3 @@ def _snapshot_checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
         found.update(tensor.flatten().view(torch.uint8).numpy().data if tensor.numel() else b"")
     return found.hexdigest()
-
-
-def _compare_checksums(stated: str, found: str) -> None:
-    if stated != found:
-        raise ValueError(f"check {found} instead of {stated}")

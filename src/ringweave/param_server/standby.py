@@ -12,10 +12,7 @@ import contextlib
 import ipaddress
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import singledispatchmethod
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 from ringweave import rpc
 from ringweave.errors import DeadlineError, NotLeaderError, RefusedError, RpcError, UsageError
@@ -43,14 +40,6 @@ from ringweave.telemetry import print_line
 SERVER_STATE_NAME = "server"
 """Name under which the leader publishes its state."""
 _RENEWALS_PER_LEASE = 5
-
-
-class ReplicatedModel(Protocol):
-    """Model of the leader, as far as replication needs it."""
-
-    def paused_state(self) -> AbstractContextManager[bytes]:
-        """Yield the whole state, while no push is applied."""
-        ...
 
 
 class ServerLeadership:
@@ -88,17 +77,17 @@ class ServerLeadership:
         self._is_other_gone = False
         self._follow_requested_s: float | None = None
         self._is_admitting = False
-        self._model: ReplicatedModel | None = None
+        self._service: ParameterService | None = None
         self.superseded = ""
         """Reason why this server may not go on; empty as long as it may."""
 
-    def begin_leading(self, model: ReplicatedModel) -> None:
-        """Lead, if no server ever has.
+    def begin_leading(self, service: ParameterService) -> None:
+        """Lead with the state of this service, if no server ever has.
 
         Raises:
             LeadershipError: The log cannot be used.
         """
-        self._model = model
+        self._service = service
         with self._changed:
             if self._rules.own == 0 and self._log.latest() is None:
                 self._append_record(self._rules.first_record(), "the first to lead")
@@ -157,8 +146,8 @@ class ServerLeadership:
 
     def replicate_start(self) -> None:
         link = self._settled_link()
-        if link is not None and self._model is not None:
-            with self._model.paused_state() as state:
+        if link is not None and self._service is not None:
+            with self._service.paused_state() as state:
                 self.state_server.publish(SERVER_STATE_NAME, {SERVER_STATE_NAME: state})
                 self._replicate(link, replication.CopyState())
                 self.state_server.unpublish(SERVER_STATE_NAME)
@@ -172,7 +161,7 @@ class ServerLeadership:
         self._replicate(link, replication.ReplicateGrant(ring=ring, version=version, ahead=ahead))
 
     def replicate_fact(self, fact: replication.ReplicatedFact) -> None:
-        self._replicate(self._settled_link(), replication.message_of_fact(fact))
+        self._replicate(self._settled_link(), replication.ReplicateFact(fact=fact))
 
     def admit_standby(self) -> None:
         """Copy all state to the other server, which has none; from then on replicate everything to it.
@@ -186,14 +175,14 @@ class ServerLeadership:
             if self._link is not None:
                 self._separate("the standby is lost", is_gone=True)
         self.check_leading()
-        model = self._model
-        assert model is not None, "begun"
+        service = self._service
+        assert service is not None, "begun"
         with self._changed:
             if self._is_admitting:
                 raise _not_leading_error("one that takes a standby in already", "one that is free")
             self._is_admitting = True
         try:
-            self._copy_to_standby(model, replication.StandbyLink(self._connect))
+            self._copy_to_standby(service, replication.StandbyLink(self._connect))
         finally:
             self.state_server.unpublish(SERVER_STATE_NAME)
             with self._changed:
@@ -239,10 +228,10 @@ class ServerLeadership:
         if self._link is not None:
             self._link.close()
 
-    def _copy_to_standby(self, model: ReplicatedModel, link: replication.StandbyLink) -> None:
+    def _copy_to_standby(self, service: ParameterService, link: replication.StandbyLink) -> None:
         threading.Thread(target=self._renew_lease, args=(link,), name="params lease", daemon=True).start()
         try:
-            with model.paused_state() as state:
+            with service.paused_state() as state:
                 self.state_server.publish(SERVER_STATE_NAME, {SERVER_STATE_NAME: state})
                 link.replicate(replication.CopyState())
                 with self._changed:
@@ -356,23 +345,15 @@ class LeaderReplay:
         """`service` is this server's own."""
         self._service = service
 
-    def allocate_push(self, push: Push, sizes: Sequence[int]) -> Sequence[memoryview]:
-        """Return memory for a push that the leader applies next."""
-        return self._service.push_buffers(self._service.started_job(), push, sizes)
-
     def replay_push(self, push: Push, buffers: Sequence[memoryview]) -> None:
         """Apply a push, in the leader's order."""
-
-        def book(job: ServerJob) -> None:
+        with self._job_that_hears(push.ring) as job:
             if job.ledger.receipt(push.ring, push.sequence) is None:
                 self._service.apply_push(job, push, buffers)
 
-        self._replay(push.ring, book)
-
     def replay_grant(self, ring: int, version: int, ahead: float) -> None:
         """Record that the ring has the parameters of that version, predicted for so many train steps ahead."""
-
-        def book(job: ServerJob) -> None:
+        with self._job_that_hears(ring) as job:
             job.gone.discard(ring)
             job.ledger.grant(ring, version)
             job.prediction.steps_ahead(ring, job.model.progress.total)
@@ -381,42 +362,30 @@ class LeaderReplay:
                 job.model.read_parameters(base, ahead)
                 job.model.keep_base(ring, base)
 
-        self._replay(ring, book)
+    def replay_fact(self, fact: replication.ReplicatedFact) -> None:
+        if isinstance(fact, BarrierResult):
+            with self._service.changed:
+                self._service.started_job().record_barrier_result(fact)
+            return
+        with self._job_that_hears(fact.ring) as job:
+            match fact:
+                case DataShard():
+                    job.dispatcher.record_shard(fact)
+                    job.record_shard(fact)
+                case LeaveRing():
+                    job.leave_ring(fact.ring, is_for_good=fact.is_for_good)
+                case PauseRing():
+                    job.ledger.pause(fact.ring)
+                case BarrierArrival():
+                    job.record_arrival(fact)
 
-    @singledispatchmethod
-    def replay_fact(self, fact: object) -> None:
-        raise AssertionError(f"no fact: {fact}")
-
-    @replay_fact.register
-    def _(self, shard: DataShard) -> None:
-        def book(job: ServerJob) -> None:
-            job.dispatcher.record_shard(shard)
-            job.record_shard(shard)
-
-        self._replay(shard.ring, book)
-
-    @replay_fact.register
-    def _(self, leave: LeaveRing) -> None:
-        self._replay(leave.ring, lambda job: job.leave_ring(leave.ring, is_for_good=leave.is_for_good))
-
-    @replay_fact.register
-    def _(self, pause: PauseRing) -> None:
-        self._replay(pause.ring, lambda job: job.ledger.pause(pause.ring))
-
-    @replay_fact.register
-    def _(self, meet: BarrierArrival) -> None:
-        self._replay(meet.ring, lambda job: job.record_arrival(meet))
-
-    @replay_fact.register
-    def _(self, answer: BarrierResult) -> None:
-        with self._service.changed:
-            self._service.started_job().record_barrier_result(answer)
-
-    def _replay(self, ring: int, apply: Callable[[ServerJob], object]) -> None:
+    @contextlib.contextmanager
+    def _job_that_hears(self, ring: int) -> Iterator[ServerJob]:
+        """Hold the service's lock, and note that the ring was heard."""
         with self._service.changed:
             job = self._service.started_job()
             job.note_heard(ring)
-            apply(job)
+            yield job
 
 
 _STATE_COPY_TIMEOUT_S = 3600.0
@@ -440,7 +409,7 @@ class StandbyHandlers:
             RpcHandler(message=replication.CopyState, handle=self._copy_state),
             RpcHandler(message=replication.ReplicatePush, handle=self._replay_push, allocate=self._allocate_push),
             RpcHandler(message=replication.ReplicateGrant, handle=self._replay_grant),
-            *(RpcHandler(message=each, handle=self._replay_fact) for each in replication.FACT_MESSAGES),
+            RpcHandler(message=replication.ReplicateFact, handle=self._replay_fact),
             RpcHandler(message=replication.RenewLease, handle=self._renew_lease),
         ]
 
@@ -464,30 +433,23 @@ class StandbyHandlers:
     def _copy_state(self, call: RpcCall) -> Ack:
         """Read the state of the leader, which waits for it."""
         _check_server(call.peer)
-        rooms: dict[str, bytearray] = {}
-
-        def place(description: state_transfer.StateDescription) -> dict[str, bytearray]:
-            rooms.update({piece.name: bytearray(piece.num_bytes) for piece in description.pieces})
-            return rooms
-
         client, is_borrowed = self._leader_client, self._leader_client is not None
         client = client or self._connect()
         try:
-            state_transfer.fetch_state(
-                client, SERVER_STATE_NAME, place, timeout_s=min(_STATE_COPY_TIMEOUT_S, call.left_s())
-            )
+            timeout_s = min(_STATE_COPY_TIMEOUT_S, call.left_s())
+            state = state_transfer.fetch_state(client, SERVER_STATE_NAME, timeout_s=timeout_s)[SERVER_STATE_NAME]
         finally:
             if not is_borrowed:
                 client.close()
-        if rooms[SERVER_STATE_NAME]:
-            self._service.resume(snapshots.snapshot_from_bytes(bytes(rooms.pop(SERVER_STATE_NAME))))
+        if state:
+            self._service.resume(snapshots.snapshot_from_bytes(bytes(state)))
         self._leadership.become_standby()
         return Ack()
 
     def _allocate_push(self, incoming: IncomingCall) -> Sequence[memoryview]:
         _check_server(incoming.peer)
         self._leadership.note_leader_heard()
-        return self._replay.allocate_push(incoming.message.push, incoming.sizes)
+        return self._service.push_buffers(self._service.started_job(), incoming.message.push, incoming.sizes)
 
     def _replay_push(self, call: RpcCall) -> Ack:
         self._leadership.note_leader_heard()

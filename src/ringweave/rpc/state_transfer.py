@@ -273,30 +273,30 @@ class StateServer:
 def fetch_state(
     client: RpcClient,
     name: str,
-    allocate: Callable[[StateDescription], Mapping[str, Buffer]],
     *,
     timeout_s: float,
     wait_s: float = 0.0,
+    check: Callable[[StateDescription], object] = lambda _: None,
     throttle: ReadThrottle | None = None,
-) -> None:
-    """Read a state of a peer into local memory.
+) -> dict[str, memoryview]:
+    """Return the buffers of a peer's state by name, each in memory of its own.
 
     Args:
         client: Connection to the peer.
         name: Name of the state.
-        allocate: Returns memory for each buffer of the description, by name and of exactly its size; it may refuse by
-            an error of its own, before anything is sent.
         timeout_s: Seconds for the whole.
         wait_s: Longest wait for the peer to publish it.
+        check: Called before memory is allocated; it may refuse the description by an error of its own.
         throttle: Rate; None means as fast as the link permits.
 
     Raises:
-        WireError: It could not be read whole; the content of the memory is worthless.
+        WireError: It could not be read whole.
     """
     deadline_s, throttle = time.monotonic() + timeout_s, throttle or NoThrottle()
     description = client.call(DescribeState(name=name, wait_s=wait_s), timeout_s=timeout_s).message
     assert isinstance(description, StateDescription), "the class of the reply"
-    views = _checked_buffers(description, allocate(description))
+    check(description)
+    views = [memoryview(bytearray(piece.num_bytes)) for piece in description.pieces]
     under_way: deque[tuple[PendingCall, int, float]] = deque()
 
     def wait_oldest() -> None:
@@ -313,9 +313,10 @@ def fetch_state(
         while under_way:
             wait_oldest()
     finally:
-        for pending, _, _ in under_way:  # nothing writes to the caller's memory after this returns
+        for pending, _, _ in under_way:
             pending.cancel()
     _verify_state(name, description, views)
+    return {piece.name: view for piece, view in zip(description.pieces, views, strict=True)}
 
 
 def _chunk_reads(
@@ -335,21 +336,6 @@ def _remaining_s(name: str, deadline_s: float) -> float:
     if left_s <= 0:
         raise DeadlineError(f"state {name}", got="unfinished", expected="all of it in time", do="Give it more time")
     return left_s
-
-
-def _checked_buffers(description: StateDescription, buffers: Mapping[str, Buffer]) -> list[memoryview]:
-    views = {name: framing.as_bytes_view(buffer) for name, buffer in buffers.items()}
-    wanted = {piece.name: piece.num_bytes for piece in description.pieces}
-    sizes = {name: view.nbytes for name, view in views.items()}
-    if sizes != wanted:
-        differing = sorted(set(sizes.items()) ^ set(wanted.items()))
-        raise MessageError(
-            "memory for a state",
-            got=differing[:4],
-            expected="the names and bytes of the description",
-            do="Load it into the same model",
-        )
-    return [views[piece.name] for piece in description.pieces]
 
 
 def _verify_state(name: str, description: StateDescription, views: list[memoryview]) -> None:

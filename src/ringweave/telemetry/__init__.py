@@ -8,6 +8,7 @@ from ringweave.telemetry.events import (
     Iterations,
     UnreadRecords,
     event_lines,
+    event_writer,
     parse_event,
     print_line,
     read_events,

@@ -70,6 +70,11 @@ class EventLog:
         self._is_torn = self._file.append(b"\n" + line if self._is_torn else line) < len(line)
 
 
+def event_writer(path: Path | None) -> Callable[..., None]:
+    """Return the function that writes an event to the log at this path; without one, a function that drops it."""
+    return (lambda *_, **__: None) if path is None else EventLog(path).write
+
+
 _KIND = re.compile(rb'\{"time": [^,]*, "kind": "(\w+)"')
 _SUMMED: Mapping[str, tuple[str, ...]] = {
     "rpc_refused": ("service", "reason"),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from ringweave.planning.balancing import MemoryLimit, Rebalancer, ShareChange, Speed, SpeedEstimator
 from ringweave.planning.balancing.shares import Shares
-from ringweave.training.collectives import ControlGroup, SpeedExchange
+from ringweave.training.collectives import ControlGroup
 from ringweave.training.timing import StepTimer
 
 EXCHANGE_INTERVAL = 2
@@ -35,7 +35,8 @@ class ShareBalancer:
         self._num_prefetched = num_prefetched
         self._on_change = on_change
         self._estimator, self._rebalancer = SpeedEstimator(), Rebalancer(begins_with_guess=True)
-        self._pending: SpeedExchange | None = None
+        self._wait_pending: Callable[[], list[Speed] | None] | None = None
+        """Waits for the exchange of speeds in progress."""
         self._num_boundaries = 0
         """Boundaries since these ranks exchange speeds: in other rings, batches may have been counted differently."""
 
@@ -75,9 +76,9 @@ class ShareBalancer:
         The shares are predicted to shorten the step by the fraction `gain`. All ranks of the former exchange call it
         alike; this rank keeps its measurements.
         """
-        if self._pending is not None:
-            self._pending.wait()
-        self._pending, self._rebalancer, self._num_boundaries = None, Rebalancer(), 0
+        if self._wait_pending is not None:
+            self._wait_pending()
+        self._wait_pending, self._rebalancer, self._num_boundaries = None, Rebalancer(), 0
         self._rebalancer.record_other_change(gain)
         self._control, self._caps = control, caps
         self._history = [(batch_number, shares)]
@@ -91,13 +92,11 @@ class ShareBalancer:
             return
         self._num_boundaries += 1
         if self._num_boundaries % EXCHANGE_INTERVAL == 1:
-            pending, self._pending = self._pending, None
-            if pending is not None:
-                self._decide(batch_number, pending)
-            self._pending = self._control.start_speed_exchange(self._estimator.speed)
+            if self._wait_pending is not None:
+                self._decide(batch_number, self._wait_pending())
+            self._wait_pending = self._control.start_speed_exchange(self._estimator.speed)
 
-    def _decide(self, batch_number: int, exchange: SpeedExchange) -> None:
-        speeds = exchange.wait()
+    def _decide(self, batch_number: int, speeds: list[Speed] | None) -> None:
         change = self._rebalancer.propose_change(self.latest, speeds, self._caps, EXCHANGE_INTERVAL) if speeds else None
         if change is not None:
             self._change(batch_number, change)

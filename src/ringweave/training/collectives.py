@@ -46,14 +46,27 @@ class ControlGroup:
         ]
 
     def gather_accounts(self, own: SampleAccount) -> list[SampleAccount]:
-        accounts = self.start_account_exchange(own).wait()
+        accounts = self.start_account_exchange(own)()
         assert accounts is not None, "all ranks tell theirs"
         return accounts
 
-    def start_account_exchange(self, own: SampleAccount | None) -> "AccountExchange":
-        """Start to exchange the ranks' accounts; None means that this rank has broken off its pass."""
+    def start_account_exchange(self, own: SampleAccount | None) -> Callable[[], list[SampleAccount] | None]:
+        """Start to exchange the ranks' accounts; None means that this rank has broken off its pass.
+
+        Returns:
+            A function that waits for the accounts of all ranks; it returns None if one of them has broken off its pass.
+        """
         values = (-1, 0) if own is None else (own.num_samples, own.fingerprint - _HALF)
-        return AccountExchange(*self._start(torch.tensor(values)))
+        work, received = self._start(torch.tensor(values))
+
+        def wait() -> list[SampleAccount] | None:
+            work.wait()
+            pairs = [found.tolist() for found in received]
+            if any(num_samples < 0 for num_samples, _ in pairs):
+                return None
+            return [SampleAccount(num_samples=samples, fingerprint=mixed + _HALF) for samples, mixed in pairs]
+
+        return wait
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Broadcast one rank's tensor to all ranks, in place."""
@@ -71,9 +84,21 @@ class ControlGroup:
 
         return wait
 
-    def start_speed_exchange(self, own: Speed | None) -> "SpeedExchange":
+    def start_speed_exchange(self, own: Speed | None) -> Callable[[], list[Speed] | None]:
+        """Start to exchange the ranks' speeds; None means that this rank has not measured enough.
+
+        Returns:
+            A function that waits for the speeds of all ranks, the same on all; it returns None while one is unknown.
+        """
         values = (math.nan,) * NUM_SPEED_NUMBERS if own is None else own.to_numbers()
-        return SpeedExchange(*self._start(torch.tensor(values, dtype=torch.float64)))
+        work, received = self._start(torch.tensor(values, dtype=torch.float64))
+
+        def wait() -> list[Speed] | None:
+            work.wait()
+            numbers = [found.tolist() for found in received]
+            return None if any(math.isnan(each[0]) for each in numbers) else list(map(Speed.of_numbers, numbers))
+
+        return wait
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         work, received = self._start(tensor)
@@ -94,36 +119,6 @@ def _parse_json(text: Tensor, rank: int) -> dict[str, Any]:
     return peer_data.decode_peer_data(
         text.numpy().tobytes(), _CONTROL_TEXT, peer_data.require_object, expected=expected, where=where
     )
-
-
-class SpeedExchange:
-    """Exchange of all ranks' speeds in progress."""
-
-    def __init__(self, work: dist.Work, found: list[Tensor]) -> None:
-        self._work, self._received = work, found
-
-    def wait(self) -> list[Speed] | None:
-        """Return the speeds of all ranks, the same on all; None while one of them has not measured enough."""
-        self._work.wait()
-        values = [found.tolist() for found in self._received]
-        if any(math.isnan(numbers[0]) for numbers in values):
-            return None
-        return [Speed.of_numbers(numbers) for numbers in values]
-
-
-class AccountExchange:
-    """Exchange of all ranks' accounts in progress."""
-
-    def __init__(self, work: dist.Work, found: list[Tensor]) -> None:
-        self._work, self._received = work, found
-
-    def wait(self) -> list[SampleAccount] | None:
-        """Return the accounts of all ranks; None if one of them has broken off its pass."""
-        self._work.wait()
-        pairs = [found.tolist() for found in self._received]
-        if any(num_samples < 0 for num_samples, _ in pairs):
-            return None
-        return [SampleAccount(num_samples=samples, fingerprint=mixed + _HALF) for samples, mixed in pairs]
 
 
 def check_equal(documents: Sequence[Mapping[str, Any]], keys: Sequence[str], names: Sequence[str] = ()) -> None:

@@ -14,11 +14,9 @@ import atexit
 import contextlib
 import statistics
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import astuple, dataclass, replace
 from typing import Any, ClassVar
 
@@ -27,6 +25,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
+from ringweave.comm.peer_data import BackgroundCall
 from ringweave.errors import TrainingError
 from ringweave.planning import balancing
 from ringweave.planning.balancing import SampleAccount
@@ -129,21 +128,6 @@ class SiteExchange:
         for group in self._groups:
             dist.destroy_process_group(group)
 
-    def start(self, run: Callable[[], None]) -> "Future[None]":
-        """Start to run an exchange in a thread."""
-        future: Future[None] = Future()
-
-        def work() -> None:
-            try:
-                run()
-            except BaseException as error:  # the training thread raises it
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-        threading.Thread(target=work, name="ringweave outer exchange", daemon=True).start()
-        return future
-
     def gather(self, message: Tensor, num_bytes: int) -> list[Tensor]:
         """Return the messages of all sites, (num_bytes,) uint8 each; only the leader's own one counts.
 
@@ -180,25 +164,24 @@ class OuterExchange:
         """Start it; `own` is the report that goes along."""
         self.gradient = gradient
         self._exchange, self._wire, self._own = exchange, wire, own
-        self.reports: list[SiteReport] = []
         self.num_bytes = SiteReport.FORMAT.size + gradient.num_bytes(wire)
-        self._future = exchange.start(self._run)
+        self._call = BackgroundCall(self._run, "ringweave outer exchange")
 
     def wait(self) -> list[SiteReport]:
         """Return the reports of all sites, once the mean is known."""
-        self._future.result()
-        return self.reports
+        return self._call.result()
 
     @torch.no_grad()
-    def _run(self) -> None:
+    def _run(self) -> list[SiteReport]:
         message, length = torch.empty(0, dtype=torch.uint8), SiteReport.FORMAT.size
         if self._exchange.is_leader:
             message = torch.cat((self._own.to_tensor(), self.gradient.encode(self._wire)))
         found = self._exchange.gather(message, self.num_bytes)
-        self.reports = [SiteReport.of_tensor(each[:length]) for each in found]
-        weights = [each.weight for each in self.reports]
+        reports = [SiteReport.of_tensor(each[:length]) for each in found]
+        weights = [each.weight for each in reports]
         if sum(weights):
             self.gradient.set_mean(self._wire, [each[length:] for each in found], weights)
+        return reports
 
 
 @torch.no_grad()

@@ -37,15 +37,13 @@ from ringweave.training.data.sources import OrderSource, StaticMembership
 from ringweave.training.elastic import ddp as elastic_ddp
 from ringweave.training.elastic import member_process
 from ringweave.training.elastic.elastic_membership import ElasticMembership, check_elastic_data
+from ringweave.training.elastic.retained_reductions import WireChoice
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.training_state import IncompleteStep
-from ringweave.training.elastic.wire_choice import WireChoice
 from ringweave.training.gradients import GradientReducer, SampleWeights
-from ringweave.training.memory import memory_guard, meters
+from ringweave.training.memory import memory_guard
 from ringweave.training.mode_choice import forecast, step_benchmark
-from ringweave.training.mode_choice import trial as mode_choice_trial
 from ringweave.training.mode_choice.forecast import ElasticWireForecast, LossBound, RingReconsideration
-from ringweave.training.mode_choice.trial import ModelTrial
 from ringweave.training.options import Asynchronous, Local, Script
 from ringweave.training.outer_optimizer import OuterOptimizer
 from ringweave.training.outer_steps import RoundControl, SiteExchange, SiteMembership, SiteSource
@@ -62,6 +60,7 @@ from ringweave.training.rings.static_ring import (
     create_ring_groups,
     ring_index,
 )
+from ringweave.training.speed_test import ModelTrial
 from ringweave.training.timing import StepTimer
 
 Prepared = tuple[Any, Optimizer, SharedLoader]
@@ -210,9 +209,7 @@ def _prepare_elastic(script: Script, environment: WorkerEnvironment) -> Prepared
         recorder.training_prepared(mode=mode, options=script.mode, reason=reason, shares=shares)
     weights = SampleWeights(num_ranks=1, is_mean=script.is_mean)
     parallel = elastic_ddp.wrap_elastic_ddp(script.model, script.ddp, session, weights, timer)
-    memory_guard.guard_memory(
-        script, parallel, weights, environment, meters.find_meter(parallel.module), trainer.set_memory
-    )
+    memory_guard.guard_memory(script, parallel, weights, environment, trainer.set_memory)
     incomplete = IncompleteStep(script.optimizer, script.extra_state, lambda: bool(trainer.accounting.missing))
     _scale_elastic_rates(script, mode, assigned, session)
     optimizer, source = script.optimizer, None
@@ -267,7 +264,7 @@ def _elastic_wire(
     trial = ModelTrial()
     if member_process.is_first_of_slot(environment):  # the others wait for one that replaces a lost one
         num_samples = max(1, script.spec.batch_samples // int(os.environ.get("WORLD_SIZE", "1")))
-        trial = mode_choice_trial.run_model_trial(script.model, script.loader, num_samples)
+        trial = speed_test.run_model_trial(script.model, script.loader, num_samples)
     wires = ElasticWireForecast(
         script, mode, num_bytes=_encodable_bytes(script.model), schedule=environment.schedule, trial=trial
     )
@@ -331,8 +328,7 @@ def _prepare_static(script: Script, environment: WorkerEnvironment) -> Prepared:
     reducer = GradientReducer(process_group=None, timer=timer, wire=script.wire)
     parallel = gradients.wrap_ddp(script.model, weights, reducer, script.ddp)
     timing.attach_timer(timer, parallel, script.optimizer)
-    meter = meters.find_meter(parallel.module)
-    memory_guard.guard_memory(script, parallel, weights, environment, meter, balancer.set_memory)
+    memory_guard.guard_memory(script, parallel, weights, environment, balancer.set_memory)
     membership = StaticMembership(control, balancer, timer, recorder.epoch_accounted)
     source = OrderSource(script.loader, script.spec, reports[0]["seed"], membership)
     weight = _batch_weight(script, control)
@@ -471,8 +467,7 @@ def _prepare_sites(
     reducer = GradientReducer(process_group=exchange.site_group, timer=timer, wire=script.wire)
     parallel = gradients.wrap_ddp(script.model, weights, reducer, script.ddp)
     timing.attach_timer(timer, parallel, script.optimizer)
-    meter = meters.find_meter(parallel.module)
-    memory_guard.guard_memory(script, parallel, weights, environment, meter, balancer.set_memory)
+    memory_guard.guard_memory(script, parallel, weights, environment, balancer.set_memory)
     weight = BatchWeight(script.weight, site_control) if callable(script.weight) else script.sample_weights
     outer = OuterOptimizer(parallel.module, script.local, rounds.split.fragments)
     factor = _scale_inner_rates(
@@ -572,8 +567,7 @@ def _prepare_static_rings(
         num_prefetched=max(each["num_prefetched"] for each in reports),
     )
     shares.join_ring(assignment.current.ring, assignment.current.speed_control)
-    meter = meters.find_meter(parallel.module)
-    memory_guard.guard_memory(script, parallel, weights, environment, meter, shares.set_memory)
+    memory_guard.guard_memory(script, parallel, weights, environment, shares.set_memory)
     regrouper = RingRegrouper(
         assignment=assignment,
         settings=settings,

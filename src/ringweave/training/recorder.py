@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from ringweave.environment import WorkerEnvironment
 from ringweave.planning.balancing import ShareChange
 from ringweave.planning.balancing.shares import Shares
-from ringweave.telemetry import EventLog, process_usage
+from ringweave.telemetry import EventLog, event_writer, process_usage
 from ringweave.telemetry.process_usage import ProcessUsage
-from ringweave.training.elastic.accounting import ElasticAccount, EpochAccount
+from ringweave.training.elastic.accounting import EpochAccount
 from ringweave.training.elastic.retained_reductions import Commit
 from ringweave.training.timing import MeasuredStep
 
@@ -42,102 +42,91 @@ class Recorder:
 
     def __init__(self, environment: WorkerEnvironment, rank: int) -> None:
         self._is_first_rank = rank == 0
-        path = environment.events_path
-        self._log = EventLog(path) if path and self._is_first_rank else None
+        self._write = event_writer(environment.events_path if self._is_first_rank else None)
 
     def training_prepared(self, *, mode: str, options: str, reason: str, shares: Shares) -> None:
         """Record that training begins."""
         self._log_info("mode %s, because %s; shares %s", mode, reason, shares)
-        if self._log:
-            self._log.write(
-                "training_prepared",
-                rank=0,
-                mode=mode,
-                requested_mode=options,
-                reason=reason,
-                batch_samples=sum(shares),
-                shares=list(shares),
-            )
+        self.write(
+            "training_prepared",
+            mode=mode,
+            requested_mode=options,
+            reason=reason,
+            batch_samples=sum(shares),
+            shares=list(shares),
+        )
 
     def rings_formed(self, *, rings: Sequence[Sequence[int]], most_versions: int) -> None:
         """Record that training continues in rings with a parameter server."""
-        self._log_info("rings %s; no push is older than %d versions", [list(ring) for ring in rings], most_versions)
-        if self._log:
-            self._log.write(
-                "rings_formed", rank=0, rings=[list(ring) for ring in rings], most_staleness_versions=most_versions
-            )
+        all_ranks = [list(ring) for ring in rings]
+        self._log_info("rings %s; no push is older than %d versions", all_ranks, most_versions)
+        self.write("rings_formed", rings=all_ranks, most_staleness_versions=most_versions)
 
     def sites_formed(self, sites: Sequence[Sequence[int]], inner_steps: int, inner_lr_factor: float) -> None:
         """Record that training begins in sites."""
         ranks, factor = [list(site) for site in sites], round(inner_lr_factor, 4)
         text = "sites %s; the first round has %d inner steps, with %g times the script's learning rates"
         self._log_info(text, ranks, inner_steps, factor)
-        if self._log:
-            self._log.write("sites_formed", rank=0, sites=ranks, inner_steps=inner_steps, inner_lr_factor=factor)
+        self.write("sites_formed", sites=ranks, inner_steps=inner_steps, inner_lr_factor=factor)
 
     def outer_step_done(self, done: "OuterStep") -> None:
         text = "outer step %d after %d train steps: exchange %.3g s, wait for other sites %.3g s, computing %s s"
         computing = [round(each, 3) for each in done.computing_s]
         self._log_info(text, done.number, done.train_steps, done.exchange_s, done.wait_s, computing)
-        if self._log:
-            self._log.write("outer_step", rank=0, **dataclasses.asdict(done))
+        self.write("outer_step", **dataclasses.asdict(done))
 
     def mode_reconsidered(self, rings: Sequence[Sequence[int]], reason: str) -> None:
         """Record that `auto` regroups next."""
-        self._log_info("other rings %s, because %s", [list(ring) for ring in rings], reason)
-        if self._log:
-            self._log.write("mode_reconsidered", rank=0, rings=[list(ring) for ring in rings], reason=reason)
+        all_ranks = [list(ring) for ring in rings]
+        self._log_info("other rings %s, because %s", all_ranks, reason)
+        self.write("mode_reconsidered", rings=all_ranks, reason=reason)
 
     def shares_changed(self, batch_number: int, change: ShareChange) -> None:
         """Record other shares from a batch on."""
         text = "shares %s from batch %d on; computing predicted to take %.3g s instead of %.3g s"
         self._log_info(text, change.shares, batch_number, change.after_s, change.before_s)
-        if self._log:
-            self._log.write(
-                "shares_changed",
-                rank=0,
-                batch=batch_number,
-                shares=list(change.shares),
-                predicted_before_s=change.before_s,
-                predicted_after_s=change.after_s,
-            )
+        self.write(
+            "shares_changed",
+            batch=batch_number,
+            shares=list(change.shares),
+            predicted_before_s=change.before_s,
+            predicted_after_s=change.after_s,
+        )
 
     def epoch_accounted(self, account: EpochAccount) -> None:
         """Record a complete epoch."""
-        total, expected = account.total, account.expected
+        total, expected, lost = account.total, account.expected, account.lost
+        verdict = "not the right ones"
+        if account.is_exact:
+            verdict = "each exactly once"
+        elif account.is_accounted:
+            verdict = f"{lost.num_samples} lost with workers that were gone"
         text = "epoch %d: %d of %d samples, %s"
-        verdict = "each exactly once" if account.is_exact else "not the right ones"
         self._log_info(text, account.epoch, total.num_samples, expected.num_samples, verdict)
-        if self._log:
-            write_account(self._log, account, [own.num_samples for own in account.by_rank])
+        self.write(
+            "samples_accounted",
+            epoch=account.epoch,
+            samples=total.num_samples,
+            expected=expected.num_samples,
+            fingerprint=f"{total.fingerprint:016x}",
+            expected_fingerprint=f"{expected.fingerprint:016x}",
+            by_rank=[own.num_samples for own in account.by_rank],
+            exact=account.is_exact,
+        )
+
+    def write(self, kind: str, **fields: object) -> None:
+        """Write an event, if this rank writes events."""
+        self._write(kind, rank=0, **fields)
 
     def _log_info(self, text: str, *values: object) -> None:
         if self._is_first_rank:
             _LOGGER.info(text, *values)
 
 
-def write_account(log: EventLog, account: EpochAccount | ElasticAccount, by_rank: Sequence[int]) -> None:
-    """Write the event of a complete epoch; `by_rank` are the samples of each rank, if ranks stay the same."""
-    total, expected = account.total, account.expected
-    log.write(
-        "samples_accounted",
-        rank=0,
-        epoch=account.epoch,
-        samples=total.num_samples,
-        expected=expected.num_samples,
-        fingerprint=f"{total.fingerprint:016x}",
-        expected_fingerprint=f"{expected.fingerprint:016x}",
-        by_rank=list(by_rank),
-        exact=account.is_exact,
-    )
-
-
 class ElasticRecorder:
     """Recorder of an elastic job: writes events while this member is the primary."""
 
     def __init__(self, environment: WorkerEnvironment, is_primary: Callable[[], bool]) -> None:
-        path = environment.events_path
-        self._log = EventLog(path) if path else None
         self._recorder, self._is_primary = Recorder(environment, 0), is_primary
         self._deferred_writes: list[Callable[[], None]] = []
         """Events since the last committed reduction that another member had to write."""
@@ -161,8 +150,8 @@ class ElasticRecorder:
 
     def residuals_lost(self, members: Sequence[str], wire: str) -> None:
         """Record that members are gone, and with them what encoding had left of their gradients."""
-        fields = {"rank": 0, "members": list(members), "reason": f"these workers are gone; gradients travel in {wire}"}
-        self._write_if_primary(lambda: self._log.write("residuals_lost", **fields) if self._log else None)
+        reason = f"these workers are gone; gradients travel in {wire}"
+        self._write_if_primary(lambda: self._recorder.write("residuals_lost", members=list(members), reason=reason))
 
     def wire_chosen(self, wire: str, reduction: int, members: Sequence[str], reason: str) -> None:
         """Record that the members have chosen another format of gradients."""
@@ -171,8 +160,7 @@ class ElasticRecorder:
     def _write_wire(self, wire: str, reduction: int, members: list[str], reason: str) -> None:
         text = reason.removeprefix("; ")
         _LOGGER.info("gradients travel in %s from reduction %d on: %s", wire, reduction, text)
-        if self._log:
-            self._log.write("wire_chosen", rank=0, wire=wire, reduction=reduction, members=members, reason=text)
+        self._recorder.write("wire_chosen", wire=wire, reduction=reduction, members=members, reason=text)
 
     def samples_lost(self, commit: Commit, num_lost: int) -> None:
         self._write_if_primary(lambda: self._write_lost(commit, num_lost))
@@ -183,8 +171,8 @@ class ElasticRecorder:
     def members_caught_up(self, commit: Commit, batch_number: int) -> None:
         self._write_if_primary(lambda: self._write_caught_up(commit, batch_number))
 
-    def epoch_accounted(self, account: ElasticAccount) -> None:
-        self._write_if_primary(lambda: self._write_account(account))
+    def epoch_accounted(self, account: EpochAccount) -> None:
+        self._write_if_primary(lambda: self._recorder.epoch_accounted(account))
 
     def _write_if_primary(self, write: Callable[[], None]) -> None:
         if self._is_primary():
@@ -194,15 +182,8 @@ class ElasticRecorder:
 
     def _write_partial(self, kind: str, commit: Commit, **num_absent: int) -> None:
         """Write the event of a reduction that lacks samples of lost members; `num_absent` is its field for them."""
-        if self._log:
-            self._log.write(
-                kind,
-                rank=0,
-                reduction=commit.number,
-                members=list(commit.members),
-                samples=commit.account.num_samples,
-                **num_absent,
-            )
+        members, num_samples = list(commit.members), commit.account.num_samples
+        self._recorder.write(kind, reduction=commit.number, members=members, samples=num_samples, **num_absent)
 
     def _write_lost(self, commit: Commit, num_lost: int) -> None:
         num_samples = commit.account.num_samples
@@ -217,18 +198,8 @@ class ElasticRecorder:
     def _write_caught_up(self, commit: Commit, batch_number: int) -> None:
         names = ", ".join(commit.caught_up)
         _LOGGER.info("reduction %d: worker %s has caught up, and has samples from then on", commit.number, names)
-        if self._log:
-            self._log.write(
-                "members_caught_up", rank=0, reduction=commit.number, members=list(commit.caught_up), batch=batch_number
-            )
-
-    def _write_account(self, account: ElasticAccount) -> None:
-        total, expected, lost = account.total, account.expected, account.lost
-        verdict = "each exactly once" if account.is_exact else f"{lost.num_samples} lost with workers that were gone"
-        text = "epoch %d: %d of %d samples, %s"
-        _LOGGER.info(text, account.epoch, total.num_samples, expected.num_samples, verdict)
-        if self._log:
-            write_account(self._log, account, [])
+        members = list(commit.caught_up)
+        self._recorder.write("members_caught_up", reduction=commit.number, members=members, batch=batch_number)
 
 
 class StepRecorder:

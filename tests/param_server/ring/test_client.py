@@ -42,7 +42,9 @@ class World:
         self.num_connections += 1
         return cast("rpc.RpcClient", self)
 
-    def call(self, message: ServerStatusRequest, *, timeout_s: float) -> rpc.RpcReply:
+    def call(
+        self, message: ServerStatusRequest, content: Any = (), *, timeout_s: float, into: Any = None
+    ) -> rpc.RpcReply:
         deed = self._deeds.pop(0) if len(self._deeds) > 1 else self._deeds[0]
         deed(self)
         return rpc.RpcReply(STATUS)
@@ -121,7 +123,7 @@ def test_who_represents_a_ring_says_so_to_each_server_and_in_each_epoch():
         def __init__(self, breaks: bool) -> None:
             self._breaks = breaks
 
-        def call(self, message: Any, *, timeout_s: float) -> rpc.RpcReply:
+        def call(self, message: Any, content: Any = (), *, timeout_s: float, into: Any = None) -> rpc.RpcReply:
             said.append(message)
             if self._breaks and isinstance(message, LeaveRing):
                 raise ConnectionLostError("broken")

@@ -1,6 +1,6 @@
 """Which rings are slow, by how long their pushes take."""
 
-from ringweave.param_server.throttle import LinkSpeed
+from ringweave.param_server.job import LinkSpeed
 
 
 def tempo_of(*took_s: float) -> LinkSpeed:

@@ -5,6 +5,7 @@ import torch
 
 from ringweave.errors import TrainingError
 from ringweave.param_server import snapshots
+from ringweave.param_server.barrier import RingBarrier
 from ringweave.param_server.data_shards import DataShard
 from ringweave.param_server.model import AccumulatingModel
 from ringweave.param_server.snapshots import LiveRingState
@@ -42,6 +43,7 @@ def test_a_standby_gets_what_rings_are_about(tmp_path):
         shards=[DataShard(ring=1, number=4, epoch=2, first=6, num_samples=3)],
         dispatched={1: 9, 2: 9},
         gone=[0],
+        barrier=RingBarrier.of_rings(2),
     )
     model = trained("AdamW", ADAMW, 3)
     found = snapshots.snapshot_from_bytes(snapshots.snapshot_to_bytes(snapshots.take_snapshot(model, 3, {}, live)))

@@ -17,8 +17,8 @@ from ringweave.planning.loss_table import LOCAL_SETTINGS, LossIncrease, LossTabl
 from ringweave.training import Asynchronous, Local, preparation
 from ringweave.training.mode_choice import forecast
 from ringweave.training.mode_choice.forecast import BoundedChoice, ElasticWireForecast, LossBound
-from ringweave.training.mode_choice.trial import ModelTrial
 from ringweave.training.options import Script
+from ringweave.training.speed_test import ModelTrial
 
 BALANCED = (modes.BALANCED, "as ever", None)
 MB = 10**6

@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ringweave.topology.cgroups import CpuQuota
-from ringweave.training.mode_choice import trial as mode_choice_trial
-from ringweave.training.mode_choice.trial import ModelTrial
+from ringweave.training import speed_test
+from ringweave.training.speed_test import ModelTrial
 from ringweave.training.timing import HostTimeline
 
 SAMPLES = TensorDataset(torch.ones(6, 3), torch.zeros(6))
@@ -55,7 +55,7 @@ def ticking(step_s: float):
 def test_seconds_of_a_sample(model):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.random.get_rng_state()
-    found = mode_choice_trial.run_model_trial(
+    found = speed_test.run_model_trial(
         model, DataLoader(SAMPLES, batch_size=4), 4, timeline=HostTimeline(ticking(0.2))
     ).sample_s
     assert found is not None
@@ -67,7 +67,7 @@ def test_seconds_of_a_sample(model):
 
 
 def test_short_trials_are_put_together():
-    found = mode_choice_trial.run_model_trial(
+    found = speed_test.run_model_trial(
         nn.Linear(3, 2), DataLoader(SAMPLES), 2, timeline=HostTimeline(ticking(0.01))
     ).sample_s
     assert found is not None
@@ -82,11 +82,11 @@ def test_short_trials_are_put_together():
     ],
 )
 def test_what_cannot_be_tried_out_has_no_speed_but_a_problem(model, data, problem):
-    assert mode_choice_trial.run_model_trial(model, DataLoader(data), 2) == ModelTrial(sample_s=None, problem=problem)
+    assert speed_test.run_model_trial(model, DataLoader(data), 2) == ModelTrial(sample_s=None, problem=problem)
 
 
 def test_under_ddp_nothing_is_communicated():
-    trial = mode_choice_trial.run_model_trial(
+    trial = speed_test.run_model_trial(
         Communicating(nn.Linear(3, 2)), DataLoader(SAMPLES), 2, timeline=HostTimeline(ticking(0.2))
     )
     assert trial.sample_s
@@ -94,22 +94,22 @@ def test_under_ddp_nothing_is_communicated():
 
 
 def test_noise_is_no_stall():
-    assert mode_choice_trial.denoise_trials([[1.0, 1.1, 0.9], [2.0, 2.2, 1.9]]) == [[1.0], [2.0]]
+    assert speed_test.denoise_trials([[1.0, 1.1, 0.9], [2.0, 2.2, 1.9]]) == [[1.0], [2.0]]
 
 
 def test_stalls_are_those_of_all_ranks():
-    quiet, stalled = mode_choice_trial.denoise_trials([[1.0, 1.0, 1.0, 1.1], [2.0, 2.0, 8.0, 2.0]])
+    quiet, stalled = speed_test.denoise_trials([[1.0, 1.0, 1.0, 1.1], [2.0, 2.0, 8.0, 2.0]])
     assert sorted(quiet) == [1.0] * 7 + [4.0]
     assert sorted(stalled) == [2.0] * 7 + [8.0]
 
 
 def test_a_trial_that_takes_long_is_made_often_enough_to_tell_a_stall():
-    found = mode_choice_trial.run_model_trial(
+    found = speed_test.run_model_trial(
         nn.Linear(3, 2), DataLoader(SAMPLES), 2, timeline=HostTimeline(ticking(0.3))
     ).sample_s
     assert found is not None
     assert len(found) == 4
-    found = mode_choice_trial.run_model_trial(
+    found = speed_test.run_model_trial(
         nn.Linear(3, 2), DataLoader(SAMPLES), 2, timeline=HostTimeline(ticking(9.0))
     ).sample_s
     assert len(found or ()) == 1
@@ -136,26 +136,26 @@ def test_pauses_of_a_quota_are_no_stalls() -> None:
         lambda: model.worked_s,
         lambda: CpuQuota(cores=0.2, period_s=0.04, num_throttled=next(throttled)),
     )
-    found = mode_choice_trial.run_model_trial(model, DataLoader(SAMPLES), 1, timeline=timeline).sample_s
+    found = speed_test.run_model_trial(model, DataLoader(SAMPLES), 1, timeline=timeline).sample_s
     assert found == pytest.approx([0.16] * 7)
-    assert mode_choice_trial.denoise_trials([found]) == [[pytest.approx(0.16)]]
+    assert speed_test.denoise_trials([found]) == [[pytest.approx(0.16)]]
 
 
 def test_steps_that_were_rehearsed_differ_for_all_ranks_as_they_did_for_any():
-    assert mode_choice_trial.spread_step_times([[1.0, 1.0, 1.2], [2.0, 2.0, 1.8]]) == [
+    assert speed_test.spread_step_times([[1.0, 1.0, 1.2], [2.0, 2.0, 1.8]]) == [
         pytest.approx([0.9, 1.0, 1.0, 1.0, 1.0, 1.2]),
         pytest.approx([1.8, 2.0, 2.0, 2.0, 2.0, 2.4]),
     ]
 
 
 def test_one_long_step_of_very_many_is_of_the_start():
-    (of_rank,) = {tuple(own_s) for own_s in mode_choice_trial.spread_step_times([[1.0] * 19 + [3.0]] * 2)}
+    (of_rank,) = {tuple(own_s) for own_s in speed_test.spread_step_times([[1.0] * 19 + [3.0]] * 2)}
     assert set(of_rank) == {1.0}
 
 
 def test_of_very_many_steps_some_stand_for_equal_parts():
     often_stalled = [1.0] * 700 + [4.0] * 100
-    (of_rank,) = {tuple(own_s) for own_s in mode_choice_trial.spread_step_times([often_stalled] * 10)}
+    (of_rank,) = {tuple(own_s) for own_s in speed_test.spread_step_times([often_stalled] * 10)}
     assert len(of_rank) == 64
     assert of_rank.count(4.0) == 5  # of eight, three were long because of the start
-    assert {len(own_s) for own_s in mode_choice_trial.denoise_trials([often_stalled] * 10)} == {64}
+    assert {len(own_s) for own_s in speed_test.denoise_trials([often_stalled] * 10)} == {64}

@@ -27,11 +27,10 @@ from ringweave.training.elastic.retained_reductions import (
     ReductionRow,
     RetainedReduction,
     SumBuffers,
+    WireChoice,
 )
 from ringweave.training.elastic.session import SessionThread
-from ringweave.training.elastic.wire_choice import WireChoice
 from ringweave.training.memory import meters, microbatches
-from ringweave.training.mode_choice import trial
 from tests.fakes.gpus import GIB, FakeGpus, OnGpu
 
 COMMIT = Commit(number=1, members=("0.0",), rows=(ReductionRow(),))
@@ -74,7 +73,7 @@ def test_a_steps_time_is_of_the_models_gpu_whichever_is_current(gpus: FakeGpus) 
 def test_a_model_in_host_memory_makes_no_context(gpus: FakeGpus) -> None:
     model = nn.Linear(3, 2)
     assert isinstance(timing.choose_timeline(model), timing.HostTimeline)
-    trial.run_forward_backward(model, [torch.ones(4, 3)])
+    speed_test.run_forward_backward(model, [torch.ones(4, 3)])
     with speed_test.preserve_model_state(model):
         pass
     assert format.capture_rng_state()["cuda"] is None
@@ -97,7 +96,7 @@ def test_a_trial_waits_for_the_models_gpu(gpus: FakeGpus) -> None:
     model = OneParameter(gpus, 2)
     side = gpus.gpus[2].make_stream()
     side.enqueue(lambda: waited.append(2))
-    trial.run_forward_backward(model, [gpus.gpus[2].place(torch.ones(3))])
+    speed_test.run_forward_backward(model, [gpus.gpus[2].place(torch.ones(3))])
     assert waited == [2]
     assert gpus.contexts == {2}
 

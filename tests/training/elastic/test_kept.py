@@ -13,8 +13,13 @@ from torch import Tensor
 from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
 from ringweave.training.elastic import retained_reductions
 from ringweave.training.elastic.commit import CommitProtocol, _PreparedCommit
-from ringweave.training.elastic.retained_reductions import Commit, ReductionRow, RetainedReduction, SumBuffers
-from ringweave.training.elastic.wire_choice import WireChoice
+from ringweave.training.elastic.retained_reductions import (
+    Commit,
+    ReductionRow,
+    RetainedReduction,
+    SumBuffers,
+    WireChoice,
+)
 
 SMALL, LARGE = 10, MIN_SCHEDULED_BYTES // 4
 COUNTS = Commit(

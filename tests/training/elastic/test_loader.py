@@ -15,7 +15,7 @@ from ringweave.planning.balancing import EpochOrder
 from ringweave.training.data import order
 from ringweave.training.data.shared_loader import SharedLoader
 from ringweave.training.data.sources import OrderSource
-from ringweave.training.elastic.accounting import DataProgress, ElasticAccount
+from ringweave.training.elastic.accounting import DataProgress, EpochAccount
 from ringweave.training.elastic.elastic_membership import ElasticMembership
 from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
 from ringweave.training.elastic.share_table import ShareTable
@@ -64,7 +64,7 @@ class Job:
         self.share_table = ShareTable(BATCH, is_balanced=False)
         trainer = fakes.trainer_state(MEMBERS[0], self.share_table, recomputes=recomputes)
         self.books, self.place = trainer.accounting, trainer.progress
-        self.accounts: list[ElasticAccount] = []
+        self.accounts: list[EpochAccount] = []
         self.change_members()
         loader = DataLoader(TensorDataset(torch.arange(NUM_SAMPLES)), batch_size=BATCH, shuffle=True)
         timer: Any = SimpleNamespace(begin_step=lambda: None, record_samples=lambda _: None)

@@ -8,7 +8,7 @@ import pytest
 from ringweave import telemetry
 from ringweave.environment import WorkerEnvironment
 from ringweave.planning.balancing import SampleAccount
-from ringweave.training.elastic.accounting import ElasticAccount
+from ringweave.training.elastic.accounting import EpochAccount
 from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
 from ringweave.training.recorder import ElasticRecorder
 
@@ -40,9 +40,9 @@ def commit(number: int) -> Commit:
     return Commit(number=number, members=("0.0", "1.0"), rows=rows)
 
 
-def complete(epoch: int) -> ElasticAccount:
+def complete(epoch: int) -> EpochAccount:
     expected, total, lost = (SampleAccount(num_samples=number) for number in (3, 2, 1))
-    return ElasticAccount(epoch=epoch, expected=expected, total=total, lost=lost)
+    return EpochAccount(epoch=epoch, expected=expected, total=total, lost=lost)
 
 
 def reduce(recorder: ElasticRecorder, number: int) -> None:

@@ -315,7 +315,7 @@ def recovering() -> tuple[CatchUp, ReplayLog]:
 def test_a_worker_that_catches_up_gets_what_the_others_had() -> None:
     catching, log = recovering()
     call = call_of(torch.ones(2))
-    catching.log_collective(result_of(call))
+    catching.log.append_collective(result_of(call))
     assert catching.is_behind()
     assert log.num_collective_bytes == 24
     assert log.num_retained == 0, "it is no train step"
@@ -330,10 +330,10 @@ def test_a_worker_that_catches_up_gets_what_the_others_had() -> None:
 
 def test_a_script_that_catches_up_otherwise_is_told() -> None:
     catching, _ = recovering()
-    catching.log_collective(result_of(call_of(torch.ones(2))))
+    catching.log.append_collective(result_of(call_of(torch.ones(2))))
     with pytest.raises(TrainingError, match=r"catches up: 'allreduce \(sum, 3 x .*expected allreduce of 8 bytes"):
         catching.take_collective(call_of(torch.ones(3)))
-    catching.log_collective(result_of(call_of(torch.ones(2))))
+    catching.log.append_collective(result_of(call_of(torch.ones(2))))
     catching.current_backward()
     with pytest.raises(TrainingError, match=r"catches up: 'gradients', expected allreduce of 8 bytes"):
         catching.take_reduction()
@@ -355,7 +355,7 @@ def test_others_wait_while_too_much_is_logged() -> None:
     catching, log = recovering()
     call = call_of(torch.ones(MAX_INPUT_BYTES // 4))
     while catching.has_room_for_collectives():
-        catching.log_collective(result_of(call))
+        catching.log.append_collective(result_of(call))
     assert log.num_operations == 22, "64 MiB, of three members each"
     catching.take_collective(call)
     assert catching.has_room_for_collectives()

@@ -10,9 +10,9 @@ import pytest
 from ringweave.errors import DisagreementError, MembershipError, RingweaveError, TrainingError
 from ringweave.membership.membership_records import Membership, MemberStatus, StopTraining
 from ringweave.training.elastic import member_details, recovery
+from ringweave.training.elastic.retained_reductions import WireChoice
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.trainer import MemberDescription, TrainerState
-from ringweave.training.elastic.wire_choice import WireChoice
 from tests.polling import wait_until
 
 
@@ -290,7 +290,7 @@ def test_when_the_job_ends_the_heir_saves_the_state_before_its_script_hears_of_i
         assert session.current_status().member == "0.0", "the lock is free"
         return "It is in D."
 
-    session.save_final_checkpoint = save
+    session.register_final_save(save)
     session.stop_training(
         StopTraining(reason="1 worker is left", is_end=True, final_checkpoint_owner=final_checkpoint_owner)
     )

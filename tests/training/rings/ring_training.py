@@ -15,8 +15,8 @@ import ringweave
 from ringweave.environment import CREDENTIALS, MODE, SERVER
 from ringweave.errors import DisagreementError, TrainingError
 from ringweave.planning.balancing import Speed, SpeedEstimator
-from ringweave.training import Asynchronous
-from ringweave.training.mode_choice import forecast, trial
+from ringweave.training import Asynchronous, speed_test
+from ringweave.training.mode_choice import forecast
 from ringweave.training.rings.ring_formation import RingShares
 from tests.training import training_functions
 from tests.training.training_functions import Case, assert_same_everywhere, forever, make, weights_of
@@ -249,7 +249,7 @@ def drift(port: int, keys: str, epochs: Sequence[Sequence[float]]) -> list[float
     theirs. Returns the weights.
     """
     meet_server(port, keys)
-    trial.run_model_trial = lambda *_, **__: trial.ModelTrial()  # pyrefly: ignore
+    speed_test.run_model_trial = lambda *_, **__: speed_test.ModelTrial()  # pyrefly: ignore
     SpeedEstimator.speed = property(lambda _: None)  # pyrefly: ignore
     triple = make_regression(480, 96, nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     model, optimizer, loader = ringweave.prepare(*triple, mode="ps-hra", asynchronous=Asynchronous(rings=2))
@@ -294,7 +294,7 @@ def move_with_local_steps(port: int, keys: str, local_steps: int) -> dict[str, l
     Returns, for each epoch: rings, steps, pushes, and the sum of all weights after each step.
     """
     meet_server(port, keys)
-    trial.run_model_trial = lambda *_, **__: trial.ModelTrial(
+    speed_test.run_model_trial = lambda *_, **__: speed_test.ModelTrial(
         sample_s=[(0.001, 0.001, 0.004, 0.004)[dist.get_rank()]] * 4
     )
     SpeedEstimator.speed = property(lambda _: None)  # pyrefly: ignore

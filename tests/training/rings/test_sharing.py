@@ -1,17 +1,11 @@
 """Shares in rings follow measured speeds where all rings meet."""
 
+from collections.abc import Callable
+
 from ringweave.planning.balancing import Speed
 from ringweave.training.rings.ring_formation import RingShares
 from ringweave.training.timing import HostTimeline, StepTimer
 from tests.clock import Clock
-
-
-class Exchange:
-    def __init__(self, speeds):
-        self._speeds = speeds
-
-    def wait(self):
-        return self._speeds
 
 
 class Told:
@@ -20,15 +14,15 @@ class Told:
     def __init__(self, others: Speed) -> None:
         self._others = others
 
-    def start_speed_exchange(self, own: Speed | None) -> Exchange:
-        return Exchange([self._others, own, self._others, self._others] if own else None)
+    def start_speed_exchange(self, own: Speed | None) -> Callable[[], list[Speed] | None]:
+        return lambda: [self._others, own, self._others, self._others] if own else None
 
 
 class Silent:
     """Nobody in the ring has measured anything."""
 
-    def start_speed_exchange(self, own: Speed | None) -> Exchange:
-        return Exchange(None)
+    def start_speed_exchange(self, own: Speed | None) -> Callable[[], list[Speed] | None]:
+        return lambda: None
 
 
 def test_a_rank_that_became_slow_gets_less():
@@ -78,8 +72,8 @@ def test_nobody_gets_more_than_its_memory_takes():
 class Within:
     """A ring of two, in which this rank is the second one."""
 
-    def start_speed_exchange(self, own: Speed | None) -> Exchange:
-        return Exchange([Speed(s_per_sample=0.01, noise=0.01), own] if own else None)
+    def start_speed_exchange(self, own: Speed | None) -> Callable[[], list[Speed] | None]:
+        return lambda: [Speed(s_per_sample=0.01, noise=0.01), own] if own else None
 
 
 def compute(shares: RingShares, timer: StepTimer, clock: Clock, num_batches: int, fixed_s: float = 0.0) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import TrainingError
-from ringweave.telemetry import EventLog
+from ringweave.telemetry import event_writer
 from ringweave.training import gradients
 from ringweave.training.checkpoints import store
 from ringweave.training.checkpoints.store import CheckpointContent, CheckpointFile
@@ -251,13 +251,12 @@ class CheckpointReporter:
     """Reports events of this rank's checkpoints."""
 
     def __init__(self, environment: WorkerEnvironment) -> None:
-        path = environment.events_path
-        self._log = EventLog(path) if path else None
+        self._write = event_writer(environment.events_path)
 
     def report_saved(self, saved: CheckpointFile, *, num_bytes: int, copy_s: float, write_s: float) -> None:
         text = "checkpoint of step %d written: training waited %.3f s, the disk took %.3f s"
         _LOGGER.info(text, saved.train_step, copy_s, write_s)
-        self._write_event(
+        self._write(
             "checkpoint_saved",
             rank=saved.rank,
             train_step=saved.train_step,
@@ -270,7 +269,7 @@ class CheckpointReporter:
     def report_failed(self, rank: int, train_step: int, folder: Path, text: str) -> None:
         """Report a checkpoint that could not be written. Training goes on."""
         _LOGGER.warning("checkpoint of step %d: not written: %s Training goes on. [%s]", train_step, text, folder)
-        self._write_event("checkpoint_failed", rank=rank, train_step=train_step, folder=str(folder), text=text)
+        self._write("checkpoint_failed", rank=rank, train_step=train_step, folder=str(folder), text=text)
 
     def report_not_removed(self, folder: Path, text: str) -> None:
         """Report old checkpoints that could not be removed."""
@@ -278,12 +277,12 @@ class CheckpointReporter:
 
     def report_damaged(self, rank: int, saved: CheckpointFile, text: str) -> None:
         _LOGGER.warning("%s", text)
-        self._write_event("checkpoint_refused", rank=rank, train_step=saved.train_step, path=str(saved.path), text=text)
+        self._write("checkpoint_refused", rank=rank, train_step=saved.train_step, path=str(saved.path), text=text)
 
     def report_loaded(self, rank: int, saved: CheckpointFile, *, saved_world_size: int, world_size: int) -> None:
         if rank == 0:
             _LOGGER.info("training goes on after step %d, from %s", saved.train_step, saved.path.name)
-        self._write_event(
+        self._write(
             "checkpoint_loaded",
             rank=rank,
             train_step=saved.train_step,
@@ -305,14 +304,10 @@ class CheckpointReporter:
     def report_lost_residuals(self, rank: int, train_step: int, reason: str) -> None:
         """Report that what encoding had left of this rank's gradients is lost."""
         _LOGGER.warning("residuals of rank %d are lost after step %d: %s", rank, train_step, reason)
-        self._write_event("residuals_lost", rank=rank, members=[f"rank {rank}"], reason=reason)
+        self._write("residuals_lost", rank=rank, members=[f"rank {rank}"], reason=reason)
 
     def report_new_site_state(self, rank: int, train_step: int, reason: str) -> None:
         """Report that the optimizers of all sites continue with the state of the first one."""
         if rank == 0:
             text = "after step %d all sites go on with the optimizer state of the first: %s with these sites"
             _LOGGER.warning(text, train_step, reason)
-
-    def _write_event(self, kind: str, **fields: object) -> None:
-        if self._log is not None:
-            self._log.write(kind, **fields)

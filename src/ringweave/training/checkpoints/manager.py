@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from ringweave.comm import generation_group
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import RingweaveError, TrainingError
 from ringweave.param_server import snapshots
-from ringweave.param_server.messages import ResumeDecision, ServerStatus
+from ringweave.param_server.messages import ResumeDecision
 from ringweave.training import gradients
 from ringweave.training.checkpoints import exchange, format, store
 from ringweave.training.checkpoints.exchange import SERVER_PART, CheckpointReporter
@@ -32,9 +32,6 @@ from ringweave.training.data.sources import OrderSource
 from ringweave.training.rings.ring_progress import OfferedCheckpoint
 from ringweave.training.rings.shard_source import ShardSource, loader_state
 from ringweave.training.timing import cuda_devices
-
-if TYPE_CHECKING:
-    from ringweave.training.checkpoints.shards import ShardReader
 
 FoundCheckpoint = tuple[CheckpointFile, CheckpointContent]
 
@@ -63,8 +60,7 @@ class ServerCheckpoint:
         started_s, encoder = time.perf_counter(), StateEncoder()
         trees = {name: encoder.encode(part.state_dict(), name) for name, part in self._parts.items()}
         tensors = {name: tensor.clone() for name, tensor in encoder.tensors.items()}
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        document = {"train_step": train_step, "rank": 0, "world_size": world_size, "parts": trees}
+        document = {"train_step": train_step, "rank": 0, "world_size": _rank_and_world_size()[1], "parts": trees}
         copy_s = time.perf_counter() - started_s
         return WriteJob(train_step=train_step, staged=None, document=document, copy_s=copy_s, tensors=tensors)
 
@@ -85,12 +81,10 @@ class ServerCheckpoint:
         document = {**job.document, "train_step": train_step, "parts": parts}
         return WriteJob(train_step=train_step, staged=staged, document=document, copy_s=job.copy_s)
 
-    def load(
-        self,
-        read_newest: Callable[[], FoundCheckpoint | None],
-        read_by_checksum: Callable[[str], FoundCheckpoint | None],
-    ) -> int:
+    def load(self, read: Callable[[str], FoundCheckpoint | None]) -> int:
         """Let all rings resume from one checkpoint, the newest that any of them has.
+
+        `read` reads the checkpoint with that checksum here, the newest one if it is empty.
 
         Returns:
             Finished train steps of all rings.
@@ -101,7 +95,7 @@ class ServerCheckpoint:
         if self._ring.has_joined_late:
             return self._report_joined(self._num_train_steps())
         messages = None if self._ring.is_elastic else exchange.rank_messages(os.environ)
-        found = read_newest() if messages is None else exchange.agree_on_checkpoint(read_newest(), messages)
+        found = read("") if messages is None else exchange.agree_on_checkpoint(read(""), messages)
         if found is not None:
             wanted = {**self._parts, SERVER_PART: None, self._name: None}
             exchange.check_part_names(found[0], found[1].parts, wanted)
@@ -110,7 +104,7 @@ class ServerCheckpoint:
             return self._report_joined(decision.num_done)
         if decision.verdict == "resumed":
             is_own = found is not None and found[0].checksum == decision.check
-            self._restore_parts(found if is_own else read_by_checksum(decision.check), decision)
+            self._restore_parts(found if is_own else read(decision.check), decision)
         return decision.num_done
 
     def clear(self, remove: Callable[[], None]) -> int:
@@ -132,7 +126,7 @@ class ServerCheckpoint:
         saved, content = found
         for name, part in self._parts.items():
             exchange.load_part(saved, name, part, content.parts[name])
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, world_size = _rank_and_world_size()
         self._reporter.report_loaded(rank, saved, saved_world_size=content.world_size, world_size=world_size)
 
     def _read_server(self) -> tuple[int, dict[str, Any]] | None:
@@ -165,12 +159,9 @@ class ServerCheckpoint:
         return num_train_steps
 
     def _num_train_steps(self) -> int:
-        return int(self._server_status().train_steps)
-
-    def _server_status(self) -> ServerStatus:
         client = self._ring.connect_server()
         try:
-            return client.status()
+            return int(client.status().train_steps)
         finally:
             client.close()
 
@@ -349,7 +340,7 @@ class Checkpoints:
         """
         self.wait()
         if self._server_checkpoint is not None:
-            train_step = self._server_checkpoint.load(self._read_newest, self._read_by_checksum)
+            train_step = self._server_checkpoint.load(self._read)
             if train_step and self._residuals is not None:
                 rank, reason = _rank_and_world_size()[0], "checkpoints of rings hold none"
                 self._reporter.report_lost_residuals(rank, train_step, reason)
@@ -357,7 +348,7 @@ class Checkpoints:
         if self._has_joined_late():
             return self._report_joined()
         messages = exchange.rank_messages(os.environ)
-        own_newest = self._read_newest()
+        own_newest = self._read()
         found = own_newest if messages is None else exchange.agree_on_checkpoint(own_newest, messages)
         loaded = self._load_shards(found[0].train_step if found else 0, messages)
         if loaded is None and found is not None:
@@ -385,7 +376,7 @@ class Checkpoints:
             return None
         from ringweave.training.checkpoints import shards
 
-        rank = _rank_and_world_size()[0]
+        rank, world_size = _rank_and_world_size()
         for files in shards.agree_on_sets(sets, messages):
             damage = shards.find_damage(files, messages) if files[0].train_step > after else []
             for text in damage:
@@ -397,7 +388,10 @@ class Checkpoints:
                 for name, part in self._parts.items():
                     exchange.load_part(files[0], name, part, shards.fit_state(part, states[name], reader.read))
                 if self._rng:
-                    self._restore_own_rng(files[0], len(files), reader)
+                    state, reason = None, f"{len(files)} ranks saved, {world_size} go on"
+                    if len(files) == world_size:
+                        state, reason = reader.rng_state(rank), "they were not saved"
+                    self._restore_rng(files[0], state, reason)
                 return files[0], len(files)
         return None
 
@@ -478,21 +472,19 @@ class Checkpoints:
             return f"The state after {train_step} train steps could not be saved in {self.folder}: see the warning."
         return f"The state after {train_step} train steps is in {self.folder}. Start the run again to go on from it."
 
-    def _read_newest(self) -> tuple[CheckpointFile, CheckpointContent] | None:
-        """Return the newest complete checkpoint that this rank can read."""
+    def _read(self, checksum: str = "") -> FoundCheckpoint | None:
+        """Return the newest complete checkpoint that this rank can read; with a checksum, the one that has it."""
         for saved in store.list_checkpoints(self.folder, rank=0):
-            content = self._read_or_report(saved)
+            content = self._read_or_report(saved) if checksum in ("", saved.checksum) else None
             if content is not None:
                 return saved, content
         return None
 
-    def _read_by_checksum(self, checksum: str) -> tuple[CheckpointFile, CheckpointContent] | None:
-        """Return the checkpoint with this checksum, if this rank can read it."""
-        for saved in store.list_checkpoints(self.folder, rank=0):
-            content = self._read_or_report(saved) if saved.checksum == checksum else None
-            if content is not None:
-                return saved, content
-        return None
+    def _read_own(self, saved: CheckpointFile) -> list[CheckpointContent]:
+        """Return the contents of this rank's own files of the same train step, without damaged ones."""
+        own = store.list_checkpoints(self.folder, rank=_rank_and_world_size()[0])
+        found = (self._read_or_report(each) for each in own if each.train_step == saved.train_step)
+        return [each for each in found if each is not None]
 
     def _read_or_report(self, saved: CheckpointFile) -> CheckpointContent | None:
         try:
@@ -511,25 +503,17 @@ class Checkpoints:
         for name, part in self._parts.items():
             exchange.load_part(saved, name, part, states[name])
         if self._rng:
-            state, reason = self._own_state(saved, content, _RNG_PART, rng_state)
-            if state is None:
-                self._reporter.report_new_rng(_rank_and_world_size()[0], saved.train_step, reason)
-            else:
-                format.restore_rng_state(state, self._gpu)
+            self._restore_rng(saved, *self._own_state(saved, content, _RNG_PART, rng_state))
         if self._residuals is not None:
             state, reason = self._own_state(saved, content, _RESIDUAL_PART, residuals)
             if state is None:
                 self._reporter.report_lost_residuals(_rank_and_world_size()[0], saved.train_step, reason)
             self._residuals[0].load_state_dict(state or {}, self._residuals[1])
 
-    def _restore_own_rng(self, saved: CheckpointFile, saved_world_size: int, reader: "ShardReader") -> None:
-        """Restore the random numbers that this rank has saved, unless another number of ranks goes on."""
-        rank, world_size = _rank_and_world_size()
-        state, reason = None, f"{saved_world_size} ranks saved, {world_size} go on"
-        if saved_world_size == world_size:
-            state, reason = reader.rng_state(rank), "they were not saved"
+    def _restore_rng(self, saved: CheckpointFile, state: Any, reason: str) -> None:
+        """Restore the random numbers that this rank has saved; None: they begin anew, for that reason."""
         if state is None:
-            self._reporter.report_new_rng(rank, saved.train_step, reason)
+            self._reporter.report_new_rng(_rank_and_world_size()[0], saved.train_step, reason)
         else:
             format.restore_rng_state(state, self._gpu)
 
@@ -538,10 +522,7 @@ class Checkpoints:
         rank, world_size = _rank_and_world_size()
         is_first, found = rank in self._sites[0], None
         if not is_first and content.world_size == world_size:
-            own = [
-                each for each in store.list_checkpoints(self.folder, rank=rank) if each.train_step == saved.train_step
-            ]
-            states = [each.parts.get(_SITE_PART) for each in map(self._read_or_report, own) if each is not None]
+            states = [each.parts.get(_SITE_PART) for each in self._read_own(saved)]
             found = next((each for each in states if each and each["sites"] == self._sites), None)
         missing = [
             str(number)
@@ -563,10 +544,7 @@ class Checkpoints:
         if content.world_size != world_size:
             state, reason = None, f"{content.world_size} ranks saved, {world_size} go on"
         elif rank > 0:
-            own = [
-                each for each in store.list_checkpoints(self.folder, rank=rank) if each.train_step == saved.train_step
-            ]
-            contents = [found for found in map(self._read_or_report, own) if found is not None]
+            contents = self._read_own(saved)
             state, reason = contents[0].parts.get(name) if contents else None, "their file is damaged or gone"
         return state, reason
 

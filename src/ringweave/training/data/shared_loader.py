@@ -14,7 +14,7 @@ from ringweave.training.collectives import ControlGroup
 from ringweave.training.data import order
 from ringweave.training.data.order import Portion
 from ringweave.training.data.sources import OrderSource, SampleSource
-from ringweave.training.elastic.accounting import ElasticAccount, EpochAccount
+from ringweave.training.elastic.accounting import EpochAccount
 from ringweave.training.gradients import SampleWeights
 from ringweave.training.memory import microbatches
 from ringweave.training.timing import StepTimer
@@ -136,7 +136,7 @@ class SharedLoader:
         return self._members.members
 
     @property
-    def account(self) -> EpochAccount | ElasticAccount | None:
+    def account(self) -> EpochAccount | None:
         """Account of the last completed epoch."""
         return self.source.account
 

@@ -23,7 +23,7 @@ from ringweave.training.balancer import ShareBalancer
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.data import order
 from ringweave.training.data.order import LoaderSpec, Portion, portion_of_rank
-from ringweave.training.elastic.accounting import DataProgress, ElasticAccount, EpochAccount, MissingBatch
+from ringweave.training.elastic.accounting import DataProgress, EpochAccount, MissingBatch
 from ringweave.training.timing import StepTimer
 
 if TYPE_CHECKING:
@@ -169,8 +169,7 @@ class StaticMembership(TrainingMembership):
         expected = self._expected
         if expected is None:  # a stream has as many as were read
             expected = SampleAccount.from_indices(np.arange(self.progress.position))
-        by_rank = tuple(self.control.gather_accounts(self._received))
-        account = EpochAccount(epoch=epoch, expected=expected, by_rank=by_rank)
+        account = EpochAccount.of_ranks(epoch, expected, self.control.gather_accounts(self._received))
         self._record_account(account)
         return account
 
@@ -184,7 +183,7 @@ class SampleSource(abc.ABC, Generic[MembershipT]):
     def __init__(self, loader: DataLoader, spec: LoaderSpec, seed: int, membership: MembershipT) -> None:
         self.spec, self.membership = spec, membership
         self._loader, self._seed, self._pass_epoch = loader, seed, 0
-        self.account: EpochAccount | ElasticAccount | None = None
+        self.account: EpochAccount | None = None
 
     @property
     @abc.abstractmethod

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,45 +18,22 @@ from ringweave.training.elastic.share_table import BatchShares
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochAccount:
-    """Account of the samples that all ranks together have trained on in one epoch."""
+    """Account of the samples that all ranks or members together have trained on in one epoch."""
 
     epoch: int
     expected: SampleAccount
-    """Samples of the epoch, from the position where it was resumed."""
-    by_rank: tuple[SampleAccount, ...]
-    """Samples that each rank received."""
-
-    @property
-    def total(self) -> SampleAccount:
-        """Samples of all ranks together."""
-        return sum(self.by_rank, SampleAccount())
-
-    @property
-    def is_exact(self) -> bool:
-        """Every sample was trained on exactly once."""
-        return self.total == self.expected
-
-    def check(self) -> None:
-        """Refuse an account with lost or doubled samples.
-
-        Raises:
-            TrainingError: There are some.
-        """
-        if not self.is_exact:
-            raise _account_error(self.epoch, f"{self.total}, expected {self.expected}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ElasticAccount:
-    """Account of the samples of one epoch, of which members may have been lost."""
-
-    epoch: int
-    expected: SampleAccount
-    """All samples of the epoch."""
+    """Samples of the epoch, in a fixed set of ranks from the position where it was resumed."""
     total: SampleAccount
-    """Samples whose gradients are in committed reductions."""
-    lost: SampleAccount
+    """Samples that all ranks received; in an elastic job those whose gradients are in committed reductions."""
+    lost: SampleAccount = field(default_factory=SampleAccount)
     """Samples of members that were gone before their gradients were committed."""
+    by_rank: tuple[SampleAccount, ...] = ()
+    """Samples that each rank received, if ranks stay the same."""
+
+    @classmethod
+    def of_ranks(cls, epoch: int, expected: SampleAccount, by_rank: Sequence[SampleAccount]) -> "EpochAccount":
+        """Return the account of a fixed set of ranks."""
+        return cls(epoch=epoch, expected=expected, total=sum(by_rank, SampleAccount()), by_rank=tuple(by_rank))
 
     @property
     def is_accounted(self) -> bool:
@@ -75,12 +52,8 @@ class ElasticAccount:
             TrainingError: There are some.
         """
         if not self.is_accounted:
-            raise _account_error(self.epoch, f"{self}, expected every sample once")
-
-
-def _account_error(epoch: int, text: str) -> TrainingError:
-    bug = "Samples were lost or doubled; this is a bug of ringweave, please report it."
-    return TrainingError(f"account of epoch {epoch}: {text}. {bug}")
+            text = f"account of epoch {self.epoch}: {self.total} and {self.lost} lost, expected {self.expected}"
+            raise TrainingError(f"{text}. Samples were lost or doubled; this is a bug of ringweave, please report it.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -244,10 +217,6 @@ class SampleAccounting:
                 "Batches were skipped or doubled; this is a bug of ringweave, please report it."
             )
 
-    def discard_open_batches(self) -> None:
-        """Discard the batches that are not reduced yet."""
-        self._clear_open_batches()
-
     @property
     def num_planned(self) -> int:
         """Samples of the batches in the next reduction."""
@@ -271,7 +240,8 @@ class SampleAccounting:
             self._cached_parts = _OpenParts(parts, whole)
         return self._cached_parts
 
-    def _clear_open_batches(self) -> None:
+    def discard_open_batches(self) -> None:
+        """Discard the batches that are not reduced yet."""
         self._open_batches.clear()
         self._cached_parts = None
 
@@ -301,12 +271,12 @@ class SampleAccounting:
             self._lost += lost
         elif lost.num_samples:
             self.missing.extend(each.missing_without(counted) for each in self._open_batches)
-        self._clear_open_batches()
+        self.discard_open_batches()
         return lost.num_samples
 
-    def epoch_account(self) -> ElasticAccount:
+    def epoch_account(self) -> EpochAccount:
         """Account of the present epoch so far."""
-        return ElasticAccount(epoch=self.epoch, expected=self._expected, total=self._total, lost=self._lost)
+        return EpochAccount(epoch=self.epoch, expected=self._expected, total=self._total, lost=self._lost)
 
     def to_json(self) -> list[list[int]]:
         """Return the accounts as JSON numbers, for a joining member."""
@@ -316,7 +286,7 @@ class SampleAccounting:
         """Load the accounts that `to_json` returned."""
         self.epoch = epoch
         self.missing.clear()
-        self._clear_open_batches()
+        self.discard_open_batches()
         self._expected, self._total, self._lost = (
             SampleAccount(num_samples=number, fingerprint=fingerprint) for number, fingerprint in document
         )

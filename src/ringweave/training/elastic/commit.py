@@ -92,17 +92,21 @@ class CommitProtocol:
         """Residuals of the gradients; None if they always travel exactly."""
         return self._sum_buffers.residuals
 
-    def add_bucket(self, bucket: Tensor, parameters: Sequence[Tensor]) -> torch.futures.Future[Tensor]:
-        """Add a bucket of this backward pass; the future has the mean once all buckets are committed."""
+    def add_bucket(self, bucket: Tensor, parameters: Sequence[Tensor] = ()) -> torch.futures.Future[Tensor]:
+        """Add gradients of these parameters in this backward pass; the future has the mean once all are committed."""
         return self._add_to_reduction(lambda reduction: reduction.add_bucket(bucket, self._sum_buffers, parameters))
 
     def end_backward(self, used_bits: int) -> torch.futures.Future[int]:
-        """Complete the buckets of this backward pass; the future has the parameters that any member has used."""
+        """Complete the buckets of this backward pass, in which this member has used the parameters of these bits.
+
+        Returns:
+            Future of the parameters that any member has used, once the reduction is committed.
+        """
 
         def end(reduction: RetainedReduction) -> torch.futures.Future[int]:
-            footing = self._state
-            future = reduction.complete(footing.trainer.reduction_row(), used_bits, self._sum_buffers)
-            footing.layout, footing.is_waiting = reduction.layout, True
+            state = self._state
+            future = reduction.complete(state.trainer.reduction_row(), used_bits, self._sum_buffers)
+            state.layout, state.is_waiting = reduction.layout, True
             return future
 
         return self._add_to_reduction(end)
@@ -281,7 +285,7 @@ class CommitProtocol:
         state.num_progress += 1
         if collective.call is None:
             assert state.catch_up is not None, "a recovering member has a log"
-            state.catch_up.log_collective(result)
+            state.catch_up.log.append_collective(result)
         else:
             state.trainer.unpublish_state()  # the script may change the state by the result
             state.startup_log.record(result)

@@ -52,7 +52,7 @@ def wrap_elastic_ddp(
     gradients.weigh_gradients(parallel, weights)
     parallel.register_comm_hook(_CommHookState(session=session, timer=timer), _reduce_in_session)
     parallel.register_comm_hook = _refuse_hook  # pyrefly: ignore - DDP takes one hook
-    parallel.gradient_residuals = session.residuals  # pyrefly: ignore - a module takes any attribute
+    parallel.gradient_residuals = session.commits.residuals  # pyrefly: ignore - a module takes any attribute
     return parallel
 
 
@@ -129,7 +129,7 @@ def _reduce_in_session(state: _CommHookState, bucket: dist.GradBucket) -> torch.
         # At the end of backward, before DDP's own callback: torch cannot pass a Python error from a future to DDP.
         with contextlib.suppress(RuntimeError):  # outside of backward: all parameters of the bucket are unused
             torch.autograd.Variable._execution_engine.queue_callback(state.session.wait_committed)
-    return state.session.reduce(bucket.buffer(), bucket.parameters())
+    return state.session.commits.add_bucket(bucket.buffer(), bucket.parameters())
 
 
 class _SessionProcessGroup(dist.ProcessGroup):
@@ -143,7 +143,7 @@ class _SessionProcessGroup(dist.ProcessGroup):
         """Return the map of parameters that any member has used, once the reduction is committed."""
         del opts
         (used,) = tensors
-        future = self._session.end_backward(self._usage.used_bits(used))
+        future = self._session.commits.end_backward(self._usage.used_bits(used))
         return _UsageWork(future, used, self._usage)
 
 

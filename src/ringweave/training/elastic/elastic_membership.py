@@ -10,7 +10,7 @@ from ringweave.planning.balancing import SampleAccount
 from ringweave.planning.balancing.epochs import Indices
 from ringweave.training.data.order import LoaderSpec, Portion
 from ringweave.training.data.sources import EpochPass, TrainingMembership
-from ringweave.training.elastic.accounting import ElasticAccount, samples_of_member
+from ringweave.training.elastic.accounting import EpochAccount, samples_of_member
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.trainer import TrainerState
 from ringweave.training.elastic.training_state import IncompleteStep
@@ -58,7 +58,7 @@ class SessionMembership(TrainingMembership):
         self._trainer.progress.num_steps_before = num_train_steps - self.session.num_committed
 
     def register_final_save(self, save: Callable[[], str]) -> None:
-        self.session.save_final_checkpoint = save
+        self.session.register_final_save(save)
 
     def leave(self) -> None:
         self.session.leave_nowait()
@@ -77,7 +77,7 @@ class ElasticMembership(SessionMembership):
         trainer: TrainerState,
         timer: StepTimer,
         incomplete_step: IncompleteStep,
-        record_account: Callable[[ElasticAccount], object],
+        record_account: Callable[[EpochAccount], object],
         *,
         is_mean: bool,
     ) -> None:
@@ -172,7 +172,7 @@ class ElasticMembership(SessionMembership):
         self._aborted_before_step = self.progress.num_since_commit >= self.progress.num_drawn - begun.num_drawn
         self._give_up_missing()
 
-    def end_epoch(self, epoch: int) -> ElasticAccount:
+    def end_epoch(self, epoch: int) -> EpochAccount:
         """Compare the batches that were drawn with those of the epoch, and open the next one.
 
         Raises:

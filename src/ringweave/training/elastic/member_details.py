@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -149,19 +149,17 @@ class _TrainerDetails(pydantic.BaseModel):
     trial_s: _POSITIVE_FLOAT | None = None
 
 
+_SESSION_ADAPTER, _TRAINER_ADAPTER = pydantic.TypeAdapter(_SessionDetails), pydantic.TypeAdapter(_TrainerDetails)
+_PROFILE_ADAPTER = pydantic.TypeAdapter(dict[str, Any], config=ConfigDict(strict=True))
+
+
 def parse_details(member: str, text: str) -> dict[str, Any]:
     """Parse the details of a member of a session.
 
     Raises:
         TrainingError: The text is malformed.
     """
-    return _parse_text(
-        "note",
-        member,
-        text,
-        MAX_NOTE_CHARS,
-        lambda: _SessionDetails.model_validate_json(file_io.bounded(text, MAX_NOTE_CHARS)).model_dump(),
-    )
+    return _parse_note(member, text, _SESSION_ADAPTER).model_dump()
 
 
 def parse_profile(member: str, text: str) -> dict[str, Any]:
@@ -170,14 +168,7 @@ def parse_profile(member: str, text: str) -> dict[str, Any]:
     Raises:
         TrainingError: The text is no JSON object.
     """
-    adapter = pydantic.TypeAdapter(dict[str, Any])
-    return _parse_text(
-        "note",
-        member,
-        text,
-        MAX_NOTE_CHARS,
-        lambda: adapter.validate_json(file_io.bounded(text, MAX_NOTE_CHARS), strict=True),
-    )
+    return _parse_note(member, text, _PROFILE_ADAPTER)
 
 
 def check_trainer_details(status: MemberStatus, details: Mapping[str, Any]) -> None:
@@ -189,24 +180,20 @@ def check_trainer_details(status: MemberStatus, details: Mapping[str, Any]) -> N
     if not status.address:
         raise _details_error("address", status.member, "none", "where its state can be read, as HOST PORT")
     text = json.dumps(details)
-    _parse_text(
-        "note",
-        status.member,
-        text,
-        MAX_NOTE_CHARS + len(text),
-        lambda: _TrainerDetails.model_validate_json(file_io.bounded(text)),
-    )
+    _parse_note(status.member, text, _TRAINER_ADAPTER, len(text))
 
 
-def _parse_text(what: str, member: str, text: str, max_chars: int, read: Callable[[], _ParsedT]) -> _ParsedT:
+def _parse_note(
+    member: str, text: str, adapter: pydantic.TypeAdapter[_ParsedT], max_chars: int = MAX_NOTE_CHARS
+) -> _ParsedT:
     if len(text) > max_chars:
-        raise _details_error(what, member, f"{len(text)} characters", f"at most {max_chars}")
+        raise _details_error("note", member, f"{len(text)} characters", f"at most {max_chars}")
     try:
-        return read()
+        return adapter.validate_json(file_io.bounded(text, max_chars))
     except pydantic.ValidationError as error:
-        raise _details_error(what, member, describe_validation_error(error), _AS_PREPARED) from None
-    except (ValueError, OverflowError, RecursionError, RingweaveError) as error:
-        raise _details_error(what, member, str(error) or type(error).__name__, _AS_PREPARED) from None
+        raise _details_error("note", member, describe_validation_error(error), _AS_PREPARED) from None
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise _details_error("note", member, str(error) or type(error).__name__, _AS_PREPARED) from None
 
 
 def _details_error(what: str, member: str, got: str, expected: str) -> TrainingError:

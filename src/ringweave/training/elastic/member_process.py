@@ -24,15 +24,15 @@ from ringweave.membership.failure_detector import Heartbeat
 from ringweave.membership.membership_records import parse_member_name
 from ringweave.membership.messages import Join
 from ringweave.rpc.state_transfer import StateServer
-from ringweave.telemetry import EventLog
+from ringweave.telemetry import event_writer
 from ringweave.training import timing
 from ringweave.training.elastic import member_details
+from ringweave.training.elastic.retained_reductions import WireChoice
 from ringweave.training.elastic.script_collectives import STARTUP_STATE, StartupLog
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.share_table import ShareTable
 from ringweave.training.elastic.trainer import MemberDescription, StateTransport, TrainerState
 from ringweave.training.elastic.training_state import TrainingState
-from ringweave.training.elastic.wire_choice import WireChoice
 from ringweave.training.options import Script
 from ringweave.training.recorder import ElasticRecorder
 from ringweave.training.rings.elastic_ring import AssignedMember, SessionExchange
@@ -175,14 +175,12 @@ def start_state_server(
 
     `revokes` tells whether the certificate of that member counts no more.
     """
-    path = environment.events_path
-    record = EventLog(path).write if path else None
     server = rpc.RpcServer(
         authentication,
         state_server.handlers(),
         roles=("worker",),
         is_revoked=lambda peer: revokes(peer.name),
-        write_event=record,
+        write_event=event_writer(environment.events_path),
         on_handler_error=_log_server_error,
     )
     return server.start(address, within=environment.ports)

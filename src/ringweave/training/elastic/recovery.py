@@ -32,11 +32,10 @@ from ringweave.membership.messages import MAX_LAYOUT_CHARS
 from ringweave.planning.balancing import Speed
 from ringweave.rpc.state_transfer import BackgroundThrottle, ReadThrottle
 from ringweave.training.elastic.member_details import describe_validation_error
-from ringweave.training.elastic.retained_reductions import Commit, PartialSums, RetainedReduction
+from ringweave.training.elastic.retained_reductions import Commit, PartialSums, RetainedReduction, WireChoice
 from ringweave.training.elastic.script_collectives import CollectiveCall, CollectiveResult
 from ringweave.training.elastic.share_table import shares_of_text
 from ringweave.training.elastic.trainer import TrainerState
-from ringweave.training.elastic.wire_choice import WireChoice
 
 MAX_RETAINED_REDUCTIONS = 16
 """Limit of logged reductions; with more, the others wait. During so many steps, the state of an optimizer with two
@@ -335,7 +334,7 @@ class CatchUp:
     """Catch-up of one member, from its first generation on. Needs the session's lock, unless noted."""
 
     def __init__(self, member: str, trainer: TrainerState, log: ReplayLog) -> None:
-        self._member, self._trainer, self._log = member, trainer, log
+        self._member, self._trainer, self.log = member, trainer, log
         self._backward: RetainedReduction | None = None
         self._stopped, self._others_stepped = threading.Event(), threading.Event()
         self._is_urgent = self._reads_at_once = False
@@ -354,23 +353,18 @@ class CatchUp:
         """The member has announced in this generation that it has caught up; after the commit it has samples in the
         next step."""
 
-    @property
-    def last_replayed(self) -> int:
-        """Number of the last reduction that the script has replayed."""
-        return self._log.last_replayed
-
     def has_room(self) -> bool:
         """Return whether the log has room for a reduction; after it was full once, only when this member has caught up.
 
         Until then the others wait. Otherwise a script slower than theirs would delay each of their steps and never
         catch up.
         """
-        self.is_blocking_others = self.is_blocking_others or self._log.num_retained >= self._log.max_retained
+        self.is_blocking_others = self.is_blocking_others or self.log.num_retained >= self.log.max_retained
         return self.has_replayed_all or not self.is_blocking_others
 
     def has_room_for_collectives(self) -> bool:
         """Return whether the log has room for another collective, if that is the next operation."""
-        return not self._log.num_operations or self._log.num_collective_bytes < _MAX_COLLECTIVE_BYTES
+        return not self.log.num_operations or self.log.num_collective_bytes < _MAX_COLLECTIVE_BYTES
 
     @property
     def has_replayed_all(self) -> bool:
@@ -380,7 +374,7 @@ class CatchUp:
         and that wakes no thread that waits for this property.
         """
         is_waiting = self.waiting_call is not None or (self._backward is not None and self._backward.is_complete)
-        return self.is_loaded and not self._log.num_operations and is_waiting
+        return self.is_loaded and not self.log.num_operations and is_waiting
 
     @property
     def is_caught_up(self) -> bool:
@@ -395,40 +389,32 @@ class CatchUp:
     @property
     def is_at_step_boundary(self) -> bool:
         """The script has drawn no batch whose reduction is not committed yet."""
-        return self._log.num_retained > 0 or self._trainer.is_between_steps
+        return self.log.num_retained > 0 or self._trainer.is_between_steps
 
     def current_backward(self) -> RetainedReduction:
         """Return the reduction of the script's own backward pass; only its shapes matter."""
-        self._backward = self._backward or RetainedReduction(number=self.last_replayed + 1)
+        self._backward = self._backward or RetainedReduction(number=self.log.last_replayed + 1)
         return self._backward
-
-    def zero_reduction(self, number: int) -> RetainedReduction:
-        """Return this member's part in the next reduction: zeros."""
-        return self._log.zero_reduction(number)
 
     def log_reduction(
         self, commit: Commit, reduction: RetainedReduction, buffers: Sequence[tuple[Tensor, Tensor]]
     ) -> bool:
         """Log a committed reduction for the script; return whether it is the last one to log."""
-        self._log.append_reduction(commit, reduction, buffers)
+        self.log.append_reduction(commit, reduction, buffers)
         self._others_stepped.set()
         return self._member in commit.caught_up
-
-    def log_collective(self, result: CollectiveResult) -> None:
-        """Log a committed collective for the script."""
-        self._log.append_collective(result)
 
     def begin_generation(self, start: GenerationStart) -> None:
         self._is_urgent = RecoveryPlan.of_membership(start.membership).urgent_member == self._member
         self._reads_at_once = self._is_urgent or reads_while_computing(start)
         self.has_announced = False
-        self._log.append_generation_start(start)
+        self.log.append_generation_start(start)
 
     def is_behind(self) -> bool:
         """Return whether an operation has to be replayed; first apply the generation starts before it."""
-        while (start := self._log.pop_generation_start()) is not None:
+        while (start := self.log.pop_generation_start()) is not None:
             enter_generation(self._trainer, start)
-        return bool(self._log)
+        return bool(self.log)
 
     def take_reduction(self) -> tuple[RetainedReduction, LoggedReduction, bool]:
         """Return the script's own reduction, the logged one, and whether this member has then caught up.
@@ -436,7 +422,7 @@ class CatchUp:
         Raises:
             TrainingError: The buckets of this member differ from the others', or they called a collective instead.
         """
-        logged, backward, self._backward = self._log.pop_reduction(), self._backward, None
+        logged, backward, self._backward = self.log.pop_reduction(), self._backward, None
         assert backward is not None, "the script has handed it in"
         own, others = ([(each.numel(), each.dtype) for each in sums] for sums in (backward.sums, logged.sums))
         if own != others:
@@ -455,10 +441,7 @@ class CatchUp:
             TrainingError: The others' scripts did something else there.
         """
         self.waiting_call = None
-        return self._log.pop_collective(call, self._member)
-
-    def recycle_sums(self, logged: LoggedReduction) -> None:
-        self._log.recycle_sums(logged)
+        return self.log.pop_collective(call, self._member)
 
     def start_read(self, pull: Callable[[ReadThrottle], None], on_end: Callable[[Exception | None], None]) -> None:
         """Read the state in a thread of its own: after the others' first step, or at once if it is urgent or short.

@@ -6,10 +6,10 @@ used, so a commit has those of all members without another collective.
 
 import functools
 import json
+import math
 import operator
 import struct
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringweave.comm import peer_data, wire_scope
+from ringweave.comm.peer_data import BackgroundCall
 from ringweave.comm.plan_choice import MIN_SCHEDULED_BYTES
 from ringweave.environment import EXACT
 from ringweave.errors import TrainingError
 from ringweave.planning.balancing import SampleAccount, Speed
 from ringweave.planning.balancing.speed import NUM_SPEED_NUMBERS
-from ringweave.training.elastic.wire_choice import WireChoice
+from ringweave.planning.plans import Plan
 from ringweave.training.gradients import GradientResiduals
 
 NUM_ROW_WORDS = 4 + NUM_SPEED_NUMBERS
@@ -177,10 +178,73 @@ def synchronize_streams(devices: Iterable[torch.device]) -> None:
             torch.accelerator.current_stream(device).synchronize()
 
 
-_FETCH_POLL_S = 0.05
 _FETCHED_WHAT = "what the first member has fetched"
 FetchedJson = dict[str, Any]
 """JSON object that one member has fetched."""
+
+
+_MAX_WIRE_ROWS = 4
+"""Choices that are kept: those of reductions that are not committed yet, and a few earlier ones."""
+Propose = Callable[[Plan, Sequence[Mapping[str, Any]], str], tuple[str, str]]
+"""(plan of a generation's group, details of its members, present format): format and reason."""
+
+
+class WireChoice:
+    """Wire format of each reduction of this member: named, or chosen in each generation.
+
+    Called with the session's lock held, unless noted. A choice holds for reductions, not for generations: when a
+    generation begins, some members may have encoded messages of the next reduction that others have not begun yet. So
+    it takes effect one reduction later, which nobody can have begun.
+    """
+
+    def __init__(self, wire: str = EXACT, propose: Propose | None = None, trial_s: float | None = None) -> None:
+        """Create the choice: it begins with `wire`, and stays so without `propose`.
+
+        `trial_s` has the seconds of a sample on this member, which count until its speed in training is known.
+        """
+        self._propose, self._trial_s, self._rows = propose, trial_s, [(0, wire)]
+        self.reason = ""
+        """Reason of the latest choice, as the end of a sentence; empty if the format is named."""
+
+    @property
+    def is_open(self) -> bool:
+        """The format is chosen in each generation."""
+        return self._propose is not None
+
+    @property
+    def latest(self) -> str:
+        return self._rows[-1][1]
+
+    @property
+    def may_encode(self) -> bool:
+        """Some reduction may be encoded, and leave a residual."""
+        return self.is_open or self.latest != EXACT
+
+    def of_reduction(self, number: int) -> str:
+        """Return the format of a reduction."""
+        return next((wire for first, wire in reversed(self._rows) if first <= number), self._rows[0][1])
+
+    def propose(self, plan: Plan, members: Sequence[Mapping[str, Any]]) -> str:
+        """Return the format that this member would choose for a generation; without the lock."""
+        assert self._propose is not None, "asked only if the choice is open"
+        wire, self.reason = self._propose(plan, members, self.latest)
+        return wire
+
+    def change_from(self, number: int, wire: str) -> bool:
+        """Take a format from a reduction on that no member has begun; return whether it is another one."""
+        self._rows = [row for row in self._rows if row[0] < number]
+        if self.latest == wire:
+            return False
+        self._rows = [*self._rows, (number, wire)][-_MAX_WIRE_ROWS:]
+        return True
+
+    def status_details(self) -> dict[str, Any]:
+        """Return what the other members need for the next choice, and joining ones to follow the earlier ones."""
+        return {"wires": self._rows, "trial_s": self._trial_s} if self.is_open else {}
+
+    def adopt(self, details: Mapping[str, Any]) -> None:
+        """Adopt the formats of a member that has the state."""
+        self._rows = [(first, wire) for first, wire in details["wires"]]
 
 
 class PartialSums:
@@ -479,18 +543,15 @@ class FetchOnceBroadcast:
         self._started_at_abort_count = -1
         self._group: dist.ProcessGroup | None = None
         self._received: FetchedJson = {}
-        self._has_fetched = threading.Event()
-        self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
+        self._call: BackgroundCall[FetchedJson] | None = None
 
     def start(self, group: dist.ProcessGroup | None = None) -> None:
         """Start in the group of a new generation: the first member fetches, unless it has fetched before."""
         self._started_at_abort_count, self._group = self._read_abort_count(), group
-        if self._has_fetched.is_set() and self._error is not None:  # in an earlier generation; no thread waited
-            self._has_fetched, self._error, self._thread = threading.Event(), None, None
-        if self._thread is None and dist.get_rank() == 0:
-            self._thread = threading.Thread(target=self._run_fetch, name="ringweave representative", daemon=True)
-            self._thread.start()
+        if self._call is not None and self._call.done() and self._call.exception() is not None:
+            self._call = None  # it failed in an earlier generation, and no thread waited
+        if self._call is None and dist.get_rank() == 0:
+            self._call = BackgroundCall(self._run_fetch, "ringweave representative")
 
     def wait_done(self) -> None:
         """Wait until this member has received it.
@@ -528,25 +589,23 @@ class FetchOnceBroadcast:
         """Do nothing: the session tells the waiting thread."""
 
     def _wait_fetched(self) -> FetchedJson:
-        while not self._has_fetched.wait(_FETCH_POLL_S):
-            if self._read_abort_count() != self._started_at_abort_count:
-                raise RuntimeError("the generation is over")
-        if self._error is not None:
-            raise self._error
-        return self._received
+        assert self._call is not None, "the first member has started it"
+        try:
+            return self._call.wait_result(math.inf, lambda: self._read_abort_count() != self._started_at_abort_count)
+        except TimeoutError:
+            if self._call.done():  # its own error
+                raise
+            raise RuntimeError("the generation is over") from None
 
     def _devices(self) -> list[torch.device]:
         return [tensor.device for tensor in self._tensors]
 
-    def _run_fetch(self) -> None:
-        try:
-            with torch.no_grad():
-                self._ready.order_streams()
-                self._received = self._fetch()
-                synchronize_streams(self._devices())
-        except Exception as error:  # raised by `wait_done`
-            self._error = error
-        self._has_fetched.set()
+    @torch.no_grad()
+    def _run_fetch(self) -> FetchedJson:
+        self._ready.order_streams()
+        fetched = self._fetch()
+        synchronize_streams(self._devices())
+        return fetched
 
 
 def _wait_quietly(work: Any) -> None:

@@ -33,7 +33,6 @@ from ringweave.training.elastic.script_collectives import (
 from ringweave.training.elastic.session_state import SessionState
 from ringweave.training.elastic.trainer import TrainerState
 from ringweave.training.elastic.training_state import StateRead
-from ringweave.training.gradients import GradientResiduals
 
 _MAX_READ_FAILURES = 5
 """Limit of failed state reads of a joining member; each time it starts again, perhaps from another member."""
@@ -69,7 +68,7 @@ class MemberRecovery:
             state.lock.notify_all()
         recovery.replay_reduction(backward, logged, is_mean=self._is_mean, partial_sums=self._partial_sums)
         with state.lock:
-            catch_up.recycle_sums(logged)
+            catch_up.log.recycle_sums(logged)
 
     def replay_collective(self, catch_up: CatchUp, call: CollectiveCall) -> CollectiveResult:
         """Return the logged result of the script's collective; wait for it if the log is empty.
@@ -120,7 +119,7 @@ class MemberRecovery:
         """Start the zero reduction; return the error if the group is broken."""
         state = self._state
         assert state.catch_up is not None, "it is due"
-        state.reduction = state.catch_up.zero_reduction(state.num_reductions + 1)
+        state.reduction = state.catch_up.log.zero_reduction(state.num_reductions + 1)
         return state.start_reduction()
 
     def begin_generation(self, start: GenerationStart, plan: RecoveryPlan) -> None:
@@ -417,11 +416,11 @@ class ElasticSession:
         """
         self._state = SessionState(member, groups, trainer)
         partial_sums = PartialSums() if recomputes else None
-        self._commits = CommitProtocol(
+        self.commits = CommitProtocol(
             self._state, buffers, is_mean=is_mean, num_parameters=num_parameters, partial_sums=partial_sums
         )
         self._recovery = MemberRecovery(self._state, is_mean=is_mean, partial_sums=partial_sums)
-        self._thread = SessionThread(self._state, self._commits, self._recovery)
+        self._thread = SessionThread(self._state, self.commits, self._recovery)
 
     # The training thread.
 
@@ -473,34 +472,9 @@ class ElasticSession:
         newest = self._state.newest_membership
         return newest is not None and newest.primary == self._state.member
 
-    @property
-    def save_final_checkpoint(self) -> Callable[[], str] | None:
-        """Saves the state at the job's end if this member owns the final checkpoint; returns the outcome as text."""
-        return self._state.save_final_checkpoint
-
-    @save_final_checkpoint.setter
-    def save_final_checkpoint(self, save: Callable[[], str] | None) -> None:
+    def register_final_save(self, save: Callable[[], str]) -> None:
+        """Save the state so at the job's end if this member owns the final checkpoint; `save` returns the outcome."""
         self._state.save_final_checkpoint = save
-
-    @property
-    def residuals(self) -> GradientResiduals | None:
-        """Residuals of the gradients; None if they travel exactly."""
-        return self._commits.residuals
-
-    def reduce(self, bucket: Tensor, parameters: Sequence[Tensor] = ()) -> torch.futures.Future[Tensor]:
-        """Add a bucket of this backward pass, gradients of these parameters; the future has the committed mean."""
-        return self._commits.add_bucket(bucket, parameters)
-
-    def end_backward(self, used_bits: int) -> torch.futures.Future[int]:
-        """Complete the buckets of this backward pass.
-
-        Args:
-            used_bits: Bit i: this member has used parameter i.
-
-        Returns:
-            Future of the parameters that any member has used, once the reduction is committed.
-        """
-        return self._commits.end_backward(used_bits)
 
     def broadcast_from_first(self, fetch: Callable[[], FetchedJson], tensors: Sequence[Tensor] = ()) -> FetchedJson:
         """Fetch on the first member, for all members; `tensors` are filled as `fetch` fills the first member's.
@@ -511,7 +485,7 @@ class ElasticSession:
             MembershipError: This member was evicted, or the job is over.
             RingweaveError: The fetch has failed.
         """
-        spread = self._commits.begin_broadcast(fetch, tensors)
+        spread = self.commits.begin_broadcast(fetch, tensors)
         self.wait_committed()
         return spread.fetched
 
@@ -530,7 +504,7 @@ class ElasticSession:
     def num_committed(self) -> int:
         """Committed reductions since the start of the job that the script has applied."""
         state = self._state
-        return state.catch_up.last_replayed if state.catch_up else state.num_reductions
+        return state.catch_up.log.last_replayed if state.catch_up else state.num_reductions
 
     def repeat_collectives(self, startup_log: StartupLog) -> None:
         """Repeat the script's small collectives of each default group when a member is lost in them.
@@ -550,7 +524,7 @@ class ElasticSession:
         elif state.catch_up is not None:
             result = self._recovery.replay_collective(state.catch_up, call)
         else:
-            result = self._commits.run_collective(call)
+            result = self.commits.run_collective(call)
         call.finish(result)
 
     def wait_committed(self) -> None:
@@ -562,7 +536,7 @@ class ElasticSession:
         if self._state.catch_up is not None:
             self._recovery.replay_next(self._state.catch_up)
             return
-        self._commits.wait_committed()
+        self.commits.wait_committed()
 
     def pass_step_boundary(self, draw: Callable[[], object]) -> None:
         """Pass a step boundary, where members join and leave. `draw` records that the next batch is taken.

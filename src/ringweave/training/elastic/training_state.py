@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import Buffer
 
 from ringweave import rpc
-from ringweave.comm.peer_data import call_with_timeout
+from ringweave.comm.peer_data import BackgroundCall
 from ringweave.errors import ConnectionLostError, MessageError, RingweaveError, TrainingError
 from ringweave.files import file_io
 from ringweave.rpc import RpcClient, framing, state_transfer
@@ -228,7 +228,7 @@ class StateRead:
             ConnectionLostError: The read was cancelled; nothing is loaded any more.
         """
         try:
-            call_with_timeout(pull, math.inf, self._is_cancelled, "ringweave pull")
+            BackgroundCall(pull, "ringweave pull").wait_result(math.inf, self._is_cancelled)
         except TimeoutError:
             with self._lock:  # a load that has begun is completed first
                 self._has_ended, client = True, self._client
@@ -466,19 +466,16 @@ class TrainingState:
             RpcError: It could not be read, or is of another model or optimizer; nothing has changed.
             TrainingError: An extra object of this process is missing; nothing has changed.
         """
-        memory: dict[str, memoryview] = {}
         state_read = state_read or StateRead()
 
-        def place(description: StateDescription) -> dict[str, memoryview]:
+        def check(description: StateDescription) -> None:
             check_state_sizes([(each.name, each.num_bytes) for each in description.pieces], self._tensors())
             state_read.mark_begun()
-            memory.update({each.name: memoryview(bytearray(each.num_bytes)) for each in description.pieces})
-            return memory
 
         with rpc.RpcClient.connect(host, port, authentication, role="worker") as client:
             state_read.use_connection(client)
-            state_transfer.fetch_state(
-                client, name, place, timeout_s=timeout_s, wait_s=_PUBLISH_WAIT_S, throttle=throttle
+            memory = state_transfer.fetch_state(
+                client, name, timeout_s=timeout_s, wait_s=_PUBLISH_WAIT_S, check=check, throttle=throttle
             )
         state_read.load_unless_cancelled(lambda: self.load(memory))
         return sum(view.nbytes for view in memory.values())

@@ -33,9 +33,9 @@ from ringweave.environment import WorkerEnvironment
 from ringweave.files import file_io
 from ringweave.planning.balancing import MemoryLimit, MemoryUse
 from ringweave.planning.balancing.memory import RESERVE
-from ringweave.telemetry import EventLog
+from ringweave.telemetry import event_writer
 from ringweave.training.gradients import SampleWeights
-from ringweave.training.memory import microbatches
+from ringweave.training.memory import meters, microbatches
 from ringweave.training.memory.meters import MemoryMeter
 from ringweave.training.memory.microbatches import CannotSplitError, Microbatch, ModelCall
 from ringweave.training.options import Script
@@ -537,7 +537,6 @@ def guard_memory(
     parallel: DistributedDataParallel,
     weights: SampleWeights,
     environment: WorkerEnvironment,
-    meter: MemoryMeter | None,
     set_limit: Callable[[MemoryLimit], object],
 ) -> None:
     """Guard the memory of a model's training, where it is limited: a card's, or that of a control group.
@@ -547,9 +546,9 @@ def guard_memory(
         parallel: The model under DDP, whose forward passes go through the guard from here on.
         weights: Weights of the present batch, with its number of samples.
         environment: Names the folder of the record of errors, and the event log.
-        meter: Meter of the model's device; None without a limit, where nothing is guarded.
         set_limit: Gets each new limit, in the script's thread.
     """
+    meter = meters.find_meter(parallel.module)
     if meter is None or script.max_samples is not None:
         return
     record = OomRecord.of_worker(environment, os.environ, meter.num_oom_kills())
@@ -563,7 +562,7 @@ class _LimitReporter:
 
     def __init__(self, environment: WorkerEnvironment, set_limit: Callable[[MemoryLimit], object]) -> None:
         self._set_limit, self._reported = set_limit, 0.0
-        self._log = EventLog(environment.events_path) if environment.events_path else None
+        self._write = event_writer(environment.events_path)
 
     def report(self, limit: MemoryLimit, use: MemoryUse | None, memory_bytes: float) -> None:
         self._set_limit(limit)
@@ -574,12 +573,11 @@ class _LimitReporter:
         _LOGGER.info(
             "memory: at most %d samples at once in %d bytes (predicted from measured use)", samples, memory_bytes
         )
-        if self._log:
-            self._log.write(
-                "memory_limited",
-                rank=int(os.environ.get("RANK") or 0),
-                samples_at_once=samples,
-                memory_bytes=int(memory_bytes),
-                fixed_bytes=int(use.fixed_bytes) if use else None,
-                sample_bytes=int(use.sample_bytes) if use else None,
-            )
+        self._write(
+            "memory_limited",
+            rank=int(os.environ.get("RANK") or 0),
+            samples_at_once=samples,
+            memory_bytes=int(memory_bytes),
+            fixed_bytes=int(use.fixed_bytes) if use else None,
+            sample_bytes=int(use.sample_bytes) if use else None,
+        )

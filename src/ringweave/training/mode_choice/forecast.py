@@ -27,13 +27,12 @@ from ringweave.planning.loss_table import LossTable, load_loss_table
 from ringweave.planning.mode_forecast import ModeForecast, OuterSteps, Ring, StepWorkload, WorkerRates
 from ringweave.planning.plans import Plan
 from ringweave.rpc import RpcLimits
+from ringweave.training import speed_test
 from ringweave.training.collectives import ControlGroup
 from ringweave.training.data.order import LoaderSpec
-from ringweave.training.mode_choice import trial as mode_choice_trial
-from ringweave.training.mode_choice.trial import ModelTrial
 from ringweave.training.options import Local, Script
 from ringweave.training.rings.ring_formation import completion_queue, form_rings, relative_speeds
-from ringweave.training.speed_test import SpeedTestParticipant
+from ringweave.training.speed_test import ModelTrial, SpeedTestParticipant
 
 _NO_WIRES = "wire formats are not forecast: the plan has none"
 MAX_RING_MODEL_BYTES = RpcLimits().max_message_bytes
@@ -92,9 +91,7 @@ def describe_own_rank(
     assumed = default_group.describe_rank(environment, os.environ)
     num_samples = max(1, spec.batch_samples // (num_workers or dist.get_world_size()))
     trial = (
-        mode_choice_trial.run_model_trial(model, loader, num_samples, participant=participant)
-        if is_needed
-        else ModelTrial()
+        speed_test.run_model_trial(model, loader, num_samples, participant=participant) if is_needed else ModelTrial()
     )
     return {
         **dataclasses.asdict(assumed),
@@ -232,7 +229,7 @@ def forecast_modes(
         found = mode_forecast.with_benchmarked_step(found, reports[0]["balanced_s"])
     are_measured = have_trials and all(each.get("rounds_s") for each in reports)
     if are_measured:
-        rounds_s = mode_choice_trial.spread_step_times([each["rounds_s"] for each in reports])
+        rounds_s = speed_test.spread_step_times([each["rounds_s"] for each in reports])
         found = mode_forecast.with_benchmarked_rounds(found, work, [statistics.fmean(own_s) for own_s in rounds_s])
     # Balanced equals sync while all ranks are equally fast, and adapts when they are not.
     chosen = mode_forecast.choose_forecast(
@@ -531,9 +528,9 @@ def sample_times_s(reports: Sequence[Mapping[str, Any]]) -> list[float]:
 def _rank_sample_times_s(reports: Sequence[Mapping[str, Any]]) -> list[list[float]]:
     """Return the seconds of a sample that each rank may take in a step: from benchmarks, trials or its speed."""
     if all(each.get("benchmarked_s") for each in reports):
-        return mode_choice_trial.spread_step_times([each["benchmarked_s"] for each in reports])
+        return speed_test.spread_step_times([each["benchmarked_s"] for each in reports])
     if all(each["trial_s"] for each in reports):
-        return mode_choice_trial.denoise_trials([each["trial_s"] for each in reports])
+        return speed_test.denoise_trials([each["trial_s"] for each in reports])
     return [[1 / each["speed"]] for each in reports]
 
 

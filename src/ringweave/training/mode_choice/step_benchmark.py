@@ -39,7 +39,7 @@ from ringweave.planning import balancing, mode_forecast, sites
 from ringweave.planning.balancing import Speed
 from ringweave.training import gradients, speed_test
 from ringweave.training.collectives import ControlGroup
-from ringweave.training.mode_choice import forecast, trial
+from ringweave.training.mode_choice import forecast
 from ringweave.training.options import Local, Script
 from ringweave.training.outer_optimizer import OuterOptimizer
 from ringweave.training.outer_steps import OuterExchange, SiteExchange, SiteReport
@@ -118,7 +118,6 @@ class _StepRunner:
     message: torch.Tensor
     update: Callable[[], object]
     """Step of the optimizer."""
-    clock: Callable[[], float]
     group: dist.ProcessGroup | None = None
 
     def run(self, num_steps: int) -> _StepTimes:
@@ -126,15 +125,15 @@ class _StepRunner:
         times, batch = _StepTimes(), None
         with speed_test.preserve_model_state(self.model):
             for _ in range(num_steps):
-                started_s = self.clock()
+                started_s = time.perf_counter()
                 batch = _compute_batch(self.model, self.loader, self.share, batch, times)
-                began_s = self.clock()
+                began_s = time.perf_counter()
                 _allreduce(self.message, self.group)
                 times.samples_s.append((began_s - started_s) / max(1, self.share))
-                times.waits_s.append(self.clock() - began_s)
+                times.waits_s.append(time.perf_counter() - began_s)
                 self.update()
                 _synchronize(self.message.device)
-                times.steps_s.append(self.clock() - started_s)
+                times.steps_s.append(time.perf_counter() - started_s)
         return times
 
 
@@ -180,7 +179,6 @@ def benchmark_steps(
     triple: tuple[nn.Module, Optimizer, DataLoader],
     control_group: ControlGroup,
     server: ServerBenchmark | None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> list[dict[str, Any]]:
     """Return the ranks' reports with measured times in seconds; None for unknown times.
 
@@ -196,7 +194,6 @@ def benchmark_steps(
             is changed.
         control_group: Messages among all ranks.
         server: The exchange runs on the first rank, while the others wait; rounds run on all ranks. None: neither.
-        clock: Monotonic clock in seconds.
 
     Raises:
         CommunicationError: A rank is gone.
@@ -210,19 +207,17 @@ def benchmark_steps(
     num_bytes = reports[0]["num_bytes"]
     message = torch.zeros(max(1, min(num_bytes, _MAX_MESSAGE_BYTES) // 4), device=next(inner.parameters()).device)
     update = _copy_optimizer_step(optimizer)
-    runner = _StepRunner(
-        model=inner, loader=loader, share=shares[control_group.rank], message=message, update=update, clock=clock
-    )
-    began_s = clock()
+    runner = _StepRunner(model=inner, loader=loader, share=shares[control_group.rank], message=message, update=update)
+    began_s = time.perf_counter()
     _allreduce(message)  # the first one makes connections
-    first_s = max(each["first_s"] for each in control_group.gather_json({"first_s": clock() - began_s}))
+    first_s = max(each["first_s"] for each in control_group.gather_json({"first_s": time.perf_counter() - began_s}))
     at_least = _MIN_STEPS if first_s <= BUDGET_S else 1  # links of unknown rates may be thin
     num_steps = min(num_steps, max(at_least, int(2 * BUDGET_S / max(first_s, 1e-9))))
     own_times = runner.run(num_steps)
     exchanged = dataclasses.asdict(server.exchange()) if server and control_group.rank == 0 else {}
     times_by_rank = control_group.gather_json({**dataclasses.asdict(own_times), **exchanged})
     measured = _with_steps(reports, times_by_rank, num_steps)
-    return _with_rounds(measured, (inner, loader), shares[control_group.rank], control_group, server, clock)
+    return _with_rounds(measured, (inner, loader), shares[control_group.rank], control_group, server)
 
 
 def _with_steps(
@@ -252,7 +247,6 @@ def benchmark_sites(
     control_group: ControlGroup,
     exchange: SiteExchange,
     local: Local,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> list[dict[str, Any]]:
     """Return the ranks' reports with measured seconds of mode local; None if a rank could not compute.
 
@@ -266,7 +260,6 @@ def benchmark_sites(
         control_group: Messages among all ranks.
         exchange: The sites.
         local: Settings of mode local.
-        clock: Monotonic clock in seconds.
 
     Raises:
         CommunicationError: A rank is gone.
@@ -282,7 +275,6 @@ def benchmark_sites(
         share=shares[index],
         message=torch.zeros(max(1, num_values), device=device),
         update=_copy_optimizer_step(optimizer),
-        clock=clock,
         group=exchange.site_group,
     )
     first = runner.run(2)  # the first one makes connections
@@ -345,13 +337,13 @@ class _OuterRounds:
         """Return the mean seconds of a settled round with so many inner steps of this site, over all ranks."""
         seconds = list[float]()
         for _ in range(num_rounds):
-            began_s = self._runner.clock()
+            began_s = time.perf_counter()
             gradient = self._outer.begin_step([0])
             running = OuterExchange(self._exchange, self._local.format, gradient, SiteReport(weight=1.0))
             self._runner.run(num_steps)
             running.wait()
             self._outer.apply_step(gradient)
-            seconds.append(self._runner.clock() - began_s)
+            seconds.append(time.perf_counter() - began_s)
         own = {"seconds": _settled_mean(seconds)}
         return statistics.fmean(each["seconds"] for each in self._control.gather_json(own))
 
@@ -374,7 +366,6 @@ def _with_rounds(
     share: int,
     control_group: ControlGroup,
     server: ServerBenchmark | None,
-    clock: Callable[[], float],
 ) -> list[dict[str, Any]]:
     """Return the reports with the times of rounds alone; unchanged if there are none, or a rank failed in them."""
     num_rounds = _count_rounds(measured) if server and server.rounds else 0
@@ -382,7 +373,7 @@ def _with_rounds(
         return measured
     with server.rounds() as once:
         control_group.gather_json({})  # some ranks take longer to connect than others
-        alone = _run_rounds(*inputs, share, once, num_rounds, clock)
+        alone = _run_rounds(*inputs, share, once, num_rounds)
     times_by_rank = control_group.gather_json(dataclasses.asdict(alone))
     if any(each["problem"] for each in times_by_rank):
         return measured
@@ -422,7 +413,7 @@ def _plan_steps(reports: Sequence[Mapping[str, Any]]) -> tuple[Sequence[int], in
 
 def _speeds_of(reports: Sequence[Mapping[str, Any]]) -> list[Speed]:
     """Return the ranks' speeds by trials."""
-    trials = trial.denoise_trials([each["trial_s"] for each in reports])
+    trials = speed_test.denoise_trials([each["trial_s"] for each in reports])
     return [Speed(s_per_sample=sum(own) / len(own)) for own in trials]
 
 
@@ -465,16 +456,15 @@ def _run_rounds(
     share: int,
     once: Callable[[], object],
     num_rounds: int,
-    clock: Callable[[], float],
 ) -> _StepTimes:
     """Run rounds without waits for other ranks; `once` ends each round."""
     times, batch = _StepTimes(), None
     with speed_test.preserve_model_state(model):
         for _ in range(num_rounds):
-            started_s = clock()
+            started_s = time.perf_counter()
             batch = _compute_batch(model, loader, share, batch, times)
             once()
-            times.samples_s.append((clock() - started_s) / max(1, share))
+            times.samples_s.append((time.perf_counter() - started_s) / max(1, share))
     return times
 
 
@@ -482,8 +472,8 @@ def _compute_batch(model: nn.Module, loader: DataLoader, share: int, batch: Any,
     """Load a batch, or reuse the last one if workers load; compute, or record why that fails."""
     try:
         if batch is None or loader.num_workers == 0:
-            batch = trial.first_batch(loader, max(1, share), model)
-        trial.run_forward_backward(model, batch)
+            batch = speed_test.first_batch(loader, max(1, share), model)
+        speed_test.run_forward_backward(model, batch)
     except Exception as error:  # the script's own code, at an untried size
         times.problem = times.problem or f"{type(error).__name__}: {error}"
     return batch

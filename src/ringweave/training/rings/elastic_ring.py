@@ -22,7 +22,7 @@ from ringweave.planning.balancing.epochs import Indices
 from ringweave.training.data.order import Portion
 from ringweave.training.data.sources import EpochPass
 from ringweave.training.elastic import member_details
-from ringweave.training.elastic.accounting import ElasticAccount, samples_of_member
+from ringweave.training.elastic.accounting import EpochAccount, samples_of_member
 from ringweave.training.elastic.elastic_membership import SessionMembership
 from ringweave.training.elastic.retained_reductions import FetchedJson
 from ringweave.training.elastic.session import ElasticSession
@@ -172,7 +172,7 @@ class ElasticRing(SessionMembership):
         exchange: SessionExchange,
         timer: StepTimer,
         incomplete_step: IncompleteStep,
-        record_account: Callable[[ElasticAccount], object],
+        record_account: Callable[[EpochAccount], object],
     ) -> None:
         super().__init__(session, trainer)
         self.progress, self.worker, self._exchange = trainer.ring_progress, worker, exchange
@@ -335,7 +335,7 @@ class ElasticRing(SessionMembership):
         self._aborted_epoch = begun.epoch
         self.worker.discard_unpushed()
 
-    def end_epoch(self, epoch: int, expected: SampleAccount) -> ElasticAccount | None:
+    def end_epoch(self, epoch: int, expected: SampleAccount) -> EpochAccount | None:
         by_ring = self._pass_barrier(epoch, self.progress.report())
         self.session.change_atomically(lambda: self.progress.open_epoch(epoch + 1))
         if not by_ring or not all(by_ring.values()):

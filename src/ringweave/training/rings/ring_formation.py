@@ -209,7 +209,7 @@ class RingShares:
 
     def rebalance_at_barrier(self) -> list[Speed] | None:
         """Agree on new shares at a barrier; all ranks call this. Return all ranks' speeds, if known."""
-        speeds = self._control.start_speed_exchange(self._balancer.speed).wait()
+        speeds = self._control.start_speed_exchange(self._balancer.speed)()
         change = (
             self._rebalancer.propose_change(self._agreed_shares, speeds, self._caps, _STEPS_PER_BARRIER)
             if speeds

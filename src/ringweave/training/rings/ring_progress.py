@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from ringweave.errors import TrainingError
 from ringweave.membership.membership_records import Membership, parse_member_name
@@ -11,7 +13,7 @@ from ringweave.param_server.data_shards import Span, Spans, merge_spans, remaini
 from ringweave.param_server.messages import DataStart, RingAssignmentReply
 from ringweave.planning.balancing import SampleAccount
 from ringweave.planning.balancing.epochs import Indices
-from ringweave.training.elastic.accounting import ElasticAccount, SampleAccounting, slice_of_member
+from ringweave.training.elastic.accounting import EpochAccount, SampleAccounting, slice_of_member
 from ringweave.training.elastic.retained_reductions import Commit
 from ringweave.training.elastic.share_table import BatchShares
 from ringweave.training.elastic.trainer import TrainerState
@@ -45,10 +47,6 @@ class ResumeStart:
         if remaining_spans(done, num_samples):
             return cls(epoch=state["epoch"], done=done, seed=state["seed"])
         return cls(epoch=state["epoch"] + 1, done=(), seed=state["seed"])
-
-    @classmethod
-    def of_json(cls, document: Mapping[str, Any]) -> "ResumeStart":
-        return cls(epoch=document["epoch"], done=spans_of_json(document["done"]), seed=document["seed"])
 
     def to_message(self, pass_number: int) -> DataStart:
         """Return the message for the server; `pass_number` is that of the next pass."""
@@ -134,7 +132,7 @@ def reporting_ring(by_ring: Mapping[int, RingReport]) -> int:
     return min(ring for ring, report in by_ring.items() if not report.get("is_ring_progress"))
 
 
-def sum_accounts(epoch: int, expected: SampleAccount, by_ring: Sequence[RingReport], num_rings: int) -> ElasticAccount:
+def sum_accounts(epoch: int, expected: SampleAccount, by_ring: Sequence[RingReport], num_rings: int) -> EpochAccount:
     """Return the account of all rings. Samples that a lost ring had taken and not pushed are lost.
 
     `by_ring`: reports of the rings at the barrier, and progress of lost rings, which may be of earlier epochs.
@@ -151,7 +149,7 @@ def sum_accounts(epoch: int, expected: SampleAccount, by_ring: Sequence[RingRepo
     may_miss = len(by_ring) < num_rings or not all(each["is_whole"] for each in by_ring)
     if may_miss and drawn.num_samples <= expected.num_samples:
         lost += expected - drawn
-    return ElasticAccount(epoch=epoch, expected=expected, total=total, lost=lost)
+    return EpochAccount(epoch=epoch, expected=expected, total=total, lost=lost)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,12 +182,6 @@ class PendingPush:
         )
 
     @classmethod
-    def of_json(cls, document: Mapping[str, Any]) -> "PendingPush":
-        own: dict[str, Any] = {**document, "spans": spans_of_json(document["spans"])}
-        own["fragments"] = tuple(document["fragments"])
-        return cls(**own)
-
-    @classmethod
     def of_rounds(cls, rounds: Sequence["PendingPush"]) -> "PendingPush":
         """Return the samples of several rounds of one epoch, with the report of the last one."""
         last, num_batches = rounds[-1], sum(each.num_batches for each in rounds)
@@ -204,10 +196,6 @@ class PendingPush:
     def without_samples(self) -> "PendingPush":
         """Return the push without samples: they count with a later one."""
         return replace(self, num_samples=0, batch_share=0.0, num_batches=1, spans=(), ring_progress="")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the push as JSON values, for a joining member of an elastic ring."""
-        return {name: value for name, value in asdict(self).items() if name != "pass_number"}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -239,22 +227,15 @@ class RingCursor:
         """Return the spans of an epoch that are not drawn."""
         return self.start.done_spans_of(epoch) if self.start else ()
 
-    def to_json(self) -> list[Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the cursor as JSON values, for a joining member."""
-        pending = self.pending.to_json() if self.pending else None
-        start = asdict(self.start) if self.start else None
-        numbers = [self.num_pushed, self.base_version, self.num_shards, self.num_barriers, self.next_version]
-        partly_pushed = [each.to_json() for each in self.partly_pushed]
-        return [*numbers, self.local_steps, self.num_since_level, self.weight, partly_pushed, pending, start]
+        return _CURSOR_ADAPTER.dump_python(self, mode="json")
 
-    def load_json(self, document: Sequence[Any]) -> None:
-        """Load the values that `to_json` returned."""
-        *numbers, partly_pushed, pending, start = document
-        self.num_pushed, self.base_version, self.num_shards, self.num_barriers, *later = numbers
-        self.next_version, self.local_steps, self.num_since_level, self.weight = later
-        self.partly_pushed = [PendingPush.of_json(each) for each in partly_pushed]
-        self.pending = PendingPush.of_json(pending) if pending else None
-        self.start = ResumeStart.of_json(start) if start else None
+    def load_json(self, document: Mapping[str, Any]) -> None:
+        """Load the values that `to_json` returned; the ring stays."""
+        loaded = _CURSOR_ADAPTER.validate_python({**document, "ring": self.ring})
+        for each in fields(self):
+            setattr(self, each.name, getattr(loaded, each.name))
 
     def next_fragments(self, num_fragments: int) -> tuple[int, ...]:
         """Return the fragment of the next push; none if the parameters are not divided."""
@@ -288,6 +269,9 @@ class RingCursor:
         self.pending = None
         if version is not None:
             self.base_version, self.next_version = self.next_version, version
+
+
+_CURSOR_ADAPTER = TypeAdapter(RingCursor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -438,7 +422,7 @@ class RingProgress:
         """Return the report used if no member of the ring is left."""
         return ring_progress_json(self._accounting)
 
-    def resume_ring(self, cursor: Sequence[int], epoch: int, ring_report: RingReport) -> None:
+    def resume_ring(self, cursor: Mapping[str, Any], epoch: int, ring_report: RingReport) -> None:
         """Start or resume the ring in this epoch, from the server's cursor and the ring's own last report."""
         self.cursor.load_json(cursor)
         if epoch != self._progress.epoch:

@@ -18,7 +18,6 @@ that pushes.
 """
 
 import statistics
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ringweave.comm.peer_data import BackgroundCall
 from ringweave.errors import ExpiredGrantError, RemoteError
 from ringweave.param_server import flat, optimizers
 from ringweave.param_server.client import RingClient, RingPush
@@ -213,7 +213,7 @@ class RingWorker:
             num_batches=pending.num_batches,
             pass_number=pending.epoch if pending.pass_number is None else pending.pass_number,
             epoch=pending.epoch,
-            spans=pending.spans,
+            spans=list(pending.spans),
         )
 
     def exchange(self, ring_push: RingPush, outbox: FlatTensors) -> FetchedJson:
@@ -568,11 +568,7 @@ class _BackgroundExchange:
         self.sequence, self._clock = ring_push.sequence, clock
         self.duration_s = 0.0
         """Measured: seconds of the exchange, once it has ended."""
-        self._answer: FetchedJson = {}
-        self._exchange = lambda: worker.exchange(ring_push, outbox)
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="ringweave push", daemon=True)
-        self._thread.start()
+        self._call = BackgroundCall(lambda: self._run(lambda: worker.exchange(ring_push, outbox)), "ringweave push")
 
     def wait(self) -> FetchedJson:
         """Wait until the parameters have arrived; return what `RingWorker.exchange` returned.
@@ -580,19 +576,14 @@ class _BackgroundExchange:
         Raises:
             RingweaveError: The exchange has failed.
         """
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._answer
+        return self._call.result()
 
-    def _run(self) -> None:
+    @torch.no_grad()
+    def _run(self, exchange: Callable[[], FetchedJson]) -> FetchedJson:
         began_s = self._clock()
-        try:
-            with torch.no_grad():
-                self._answer = self._exchange()
-            self.duration_s = self._clock() - began_s
-        except Exception as error:  # raised by `wait`
-            self._error = error
+        answer = exchange()
+        self.duration_s = self._clock() - began_s
+        return answer
 
 
 def _check_expired(error: RemoteError, ring_push: RingPush) -> None:

@@ -30,7 +30,7 @@ from ringweave.planning.balancing import SampleAccount, Speed
 from ringweave.planning.balancing.epochs import Indices
 from ringweave.planning.mode_forecast import Ring
 from ringweave.training.checkpoints.format import DTYPE_BY_NAME, StateEncoder, decode_state
-from ringweave.training.collectives import AccountExchange, ControlGroup
+from ringweave.training.collectives import ControlGroup
 from ringweave.training.data.order import Portion, portion_of_rank
 from ringweave.training.data.sources import EpochPass, TrainingMembership
 from ringweave.training.elastic.accounting import EpochAccount
@@ -303,8 +303,8 @@ class StaticRing(TrainingMembership):
         self._received = SampleAccount()
         self._running: object = None
         """The pass that has not ended."""
-        self._abort_notice: AccountExchange | None = None
-        """Message that tells other rings of a pass that was broken off."""
+        self._wait_abort_notice: Callable[[], object] | None = None
+        """Waits for the message that tells other rings of a pass that was broken off."""
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -382,9 +382,9 @@ class StaticRing(TrainingMembership):
         """End a pass that was broken off, or whose iterator was dropped: take the newest parameters."""
         if self._running is not None:
             self._discard_pass(epoch_samples)
-        if self._abort_notice is not None:
-            self._abort_notice.wait()
-            self._abort_notice = None
+        if self._wait_abort_notice is not None:
+            self._wait_abort_notice()
+            self._wait_abort_notice = None
             self.assignment.current.worker.refresh()
 
     def begin_epoch(self, number: int) -> tuple[int, Spans] | None:
@@ -442,7 +442,7 @@ class StaticRing(TrainingMembership):
         self.assignment.current.worker.discard_unpushed()
         self.assignment.current.worker.ring.samples.clear()
         self.assignment.discard_rest_of_pass(self._num_passes, epoch_samples, self._epoch)
-        self._abort_notice = self._control.start_account_exchange(None)
+        self._wait_abort_notice = self._control.start_account_exchange(None)
 
     def end_epoch(self, epoch: int, expected: SampleAccount) -> EpochAccount | None:
         """Pass the barrier at the end of an epoch: check the account, regroup, take the same parameters.
@@ -455,11 +455,11 @@ class StaticRing(TrainingMembership):
         """
         self._running = None
         self.assignment.current.worker.go_idle()
-        by_rank = self._control.start_account_exchange(self._received).wait()
+        by_rank = self._control.start_account_exchange(self._received)()
         if by_rank is None:
             self.assignment.current.worker.refresh()
             return None
-        account = EpochAccount(epoch=epoch, expected=expected, by_rank=tuple(by_rank))
+        account = EpochAccount.of_ranks(epoch, expected, by_rank)
         self._record_account(account)
         account.check()
         self._regroup(self.ring_shares.rebalance_at_barrier())

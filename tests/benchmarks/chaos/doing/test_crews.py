@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.lab import lab_processes
+from ringweave.lab import lab_state
 from ringweave.telemetry import EVENTS_FORMAT, EventLog
 from ringweave_bench.chaos import fault_injector, fault_script
 from ringweave_bench.chaos.fault_injector import LabProcessTable
@@ -29,7 +29,7 @@ def log(tmp_path: Path) -> EventLog:
 
 
 def crew(log: EventLog, monkeypatch: pytest.MonkeyPatch, lines: dict[int, str]) -> LabProcessTable:
-    monkeypatch.setattr(lab_processes, "command_line", lambda pid: lines[pid])
+    monkeypatch.setattr(lab_state, "command_line", lambda pid: lines[pid])
     return LabProcessTable(FakeLab({"a": list(lines)}), log.path)  # pyrefly: ignore - it asks for processes only
 
 
@@ -86,7 +86,7 @@ def test_a_coordinator_that_has_taken_over_decides_though_no_epoch_followed(
     """0 is killed and started again as a standby; nobody comes or goes, so 1 only says the epoch that there is."""
     lines = {7: f"{COORDINATOR} --index 0", 10: f"{COORDINATOR} --index 1 --standby"}
     processes: dict[str, list[int]] = {"a": [7, 10]}
-    monkeypatch.setattr(lab_processes, "command_line", lambda pid: lines[pid])
+    monkeypatch.setattr(lab_state, "command_line", lambda pid: lines[pid])
     found = LabProcessTable(FakeLab(processes), log.path)  # pyrefly: ignore - it asks for processes only
     attempt(log, 1)
     say(log, 1)

@@ -17,8 +17,13 @@ from ringweave.training.elastic.recovery import (
     reads_while_computing,
     replay_reduction,
 )
-from ringweave.training.elastic.retained_reductions import Commit, ReductionRow, RetainedReduction, SumBuffers
-from ringweave.training.elastic.wire_choice import WireChoice
+from ringweave.training.elastic.retained_reductions import (
+    Commit,
+    ReductionRow,
+    RetainedReduction,
+    SumBuffers,
+    WireChoice,
+)
 
 LAYOUT = [[3, "float32", "cpu"], [2, "float64", "cpu"]]
 MEMBER = "2.1"
@@ -127,8 +132,8 @@ def test_the_script_does_what_the_others_did_in_their_order_with_their_sums() ->
     replay, kept, is_last = catching.take_reduction()
     replay_reduction(replay, kept, is_mean=True)
     assert [future.value().tolist() for future in futures] == [[0.0] * 3, [0.0] * 2], "a mean over no samples"
-    catching.recycle_sums(kept)
-    assert (crew.seen, is_last, catching.last_replayed) == ([5], False, 5)
+    catching.log.recycle_sums(kept)
+    assert (crew.seen, is_last, catching.log.last_replayed) == ([5], False, 5)
     assert catching.is_behind()
     assert crew.seen == [5, ((1, 7), False, [MEMBER])]
     futures = handed_in(catching)
@@ -136,7 +141,7 @@ def test_the_script_does_what_the_others_did_in_their_order_with_their_sums() ->
     replay_reduction(replay, kept, is_mean=False)
     assert [future.value().tolist() for future in futures] == [[60.0] * 3, [61.0] * 2]
     assert not catching.is_behind()
-    assert (crew.seen[-1], catching.last_replayed) == (6, 6)
+    assert (crew.seen[-1], catching.log.last_replayed) == (6, 6)
 
 
 def test_memory_is_used_again() -> None:
@@ -144,7 +149,7 @@ def test_memory_is_used_again() -> None:
     counted(backlog, 5)
     handed_in(catching)
     _, kept, _ = catching.take_reduction()
-    catching.recycle_sums(kept)
+    catching.log.recycle_sums(kept)
     assert [each.data_ptr() for each in backlog.zero_reduction(6).sums] == [each.data_ptr() for each in kept.sums]
 
 

@@ -12,9 +12,14 @@ import torch.distributed as dist
 from ringweave.errors import TrainingError
 from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.training.elastic.commit import _PreparedCommit
-from ringweave.training.elastic.retained_reductions import Commit, FetchOnceBroadcast, ReductionRow, RetainedReduction
+from ringweave.training.elastic.retained_reductions import (
+    Commit,
+    FetchOnceBroadcast,
+    ReductionRow,
+    RetainedReduction,
+    WireChoice,
+)
 from ringweave.training.elastic.session import ElasticSession
-from ringweave.training.elastic.wire_choice import WireChoice
 
 NOTE = '{"store": "127.0.0.1 9"}'
 PATIENCE_S = 60.0
@@ -140,8 +145,8 @@ def test_the_script_waits_for_no_gradients_that_cannot_be_handed_over(
         raise RuntimeError("CUDA error")
 
     monkeypatch.setattr(RetainedReduction, "deliver", fail)
-    future = session.reduce(torch.ones(3))
-    session.end_backward(0)
+    future = session.commits.add_bucket(torch.ones(3))
+    session.commits.end_backward(0)
     with pytest.raises(TrainingError, match="CUDA error"):
         future.wait()
     with session._state.lock:
@@ -177,22 +182,22 @@ def test_what_an_epoch_left_unfinished_is_told_by_the_first_of_the_next(members:
     )
     footing.reduction = RetainedReduction(number=1, is_complete=True)
     footing.status = replace(footing.status, has_state=True, is_prepared=True, at_step_boundary=False)
-    session._commits._prepared = _PreparedCommit(
+    session.commits._prepared = _PreparedCommit(
         Commit(number=1, members=("0.0", "1.0"), rows=(ReductionRow(), ReductionRow())), ()
     )
     gone = MemberStatus(member="0.0", has_state=True, committed=1)
     statuses = tuple(MemberStatus(member=each, has_state=True) for each in members)
     membership = Membership(generation_id=(1, 2), statuses=statuses, finished=(gone,))
     session.begin_generation(membership)
-    assert session._commits.settle_unfinished(membership, footing.abort_count)
+    assert session.commits.settle_unfinished(membership, footing.abort_count)
     assert crew.tells == [tells]
 
 
 @pytest.mark.parametrize(
     "begin",
     [
-        lambda session: session.reduce(torch.ones(3)),
-        lambda session: session._commits.begin_broadcast(dict, ()),
+        lambda session: session.commits.add_bucket(torch.ones(3)),
+        lambda session: session.commits.begin_broadcast(dict, ()),
     ],
     ids=["reduce", "spread"],
 )

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from ringweave.errors import ConnectionLostError, RingweaveError, TrainingError
 from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.training.elastic import recovery, retained_reductions
-from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
+from ringweave.training.elastic.retained_reductions import Commit, ReductionRow, WireChoice
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.training_state import StateRead
-from ringweave.training.elastic.wire_choice import WireChoice
 from tests.polling import wait_until
 
 # Longer than a file should be: the doubles are a third of it, and every test here follows with them.
@@ -154,7 +153,7 @@ def joined(groups: Any, crew: Any) -> tuple[ElasticSession, Coordinator]:
 
 def backward(session: ElasticSession, groups: Groups | None = None) -> float:
     """What a backward pass of one bucket gives, with others who come when it has been handed in."""
-    future, used = session.reduce(torch.ones(3)), session.end_backward(0b1)
+    future, used = session.commits.add_bucket(torch.ones(3)), session.commits.end_backward(0b1)
     if groups is not None:
         groups.others.release()
     session.wait_committed()

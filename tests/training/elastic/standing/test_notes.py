@@ -21,7 +21,7 @@ NOTE: dict[str, Any] = {
     "exchange_s": 0.25,
     "position": [0, 32, 33, 0],
     "accounts": [[64, 2**64 - 1], [32, 5], [0, 0]],
-    "ring": [1, 2, 3, 4, None, None],
+    "ring": {"ring": 1, "num_pushed": 2, "pending": None},
     "collectives": 3,
     "operation": "gradients",
 }

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 
 import ringweave
 from ringweave.errors import TrainingError
+from ringweave.training import speed_test
 from ringweave.training.checkpoints import store
-from ringweave.training.mode_choice import trial
-from ringweave.training.mode_choice.trial import ModelTrial
+from ringweave.training.speed_test import ModelTrial
 from tests.fakes.elastic_job import send_message
 from tests.training.rings.elastic.ring_functions import BATCH, make_data, make_model, way_of
 from tests.training.rings.ring_training import meet_server
@@ -22,7 +22,7 @@ from tests.training.rings.ring_training import meet_server
 
 def build(rings: int, local_steps: int, fragments: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
     """(model, optimizer, loader, schedule) of this worker, in rings; adaptive, so that a lost state would show."""
-    trial.run_model_trial = lambda *_, **__: ModelTrial()  # on a busy machine it would form other rings
+    speed_test.run_model_trial = lambda *_, **__: ModelTrial()  # on a busy machine it would form other rings
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     data = loader_of(torch.Generator().manual_seed(3))

@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
 from ringweave.param_server.client import RingClient
-from ringweave.training import Asynchronous, Local
-from ringweave.training.mode_choice import trial
-from ringweave.training.mode_choice.trial import ModelTrial
+from ringweave.training import Asynchronous, Local, speed_test
+from ringweave.training.speed_test import ModelTrial
 from tests.fakes.elastic_job import own_member, send_message
 
 NUM_SAMPLES, BATCH, WIDTH = 240, 24, 6
@@ -55,7 +54,7 @@ def train(
 
     A ring with the members that `until` has ends with the third epoch in which these are its members: all of them know.
     """
-    trial.run_model_trial = lambda *_, **__: ModelTrial()  # on a busy machine it would form other rings
+    speed_test.run_model_trial = lambda *_, **__: ModelTrial()  # on a busy machine it would form other rings
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     data = DataLoader(make_data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))

@@ -42,13 +42,13 @@ class Connection:
     def close(self) -> None:
         """Nothing is open."""
 
-    def call(self, message: Any, content: Any = (), *, timeout_s: float, into: Any = ()) -> rpc.RpcReply:
+    def call(self, message: Any, content: Any = (), *, timeout_s: float, into: Any = None) -> rpc.RpcReply:
         deadline_s = time.monotonic() + min(timeout_s, 20.0)
         held = [memoryview(bytearray(each)) for each in content]
         call = rpc.RpcCall(peer=self._peer, message=message, buffers=held, deadline_s=deadline_s)
         answer = self._handlers[type(message)].handle(call)
         reply = answer if isinstance(answer, rpc.RpcReply) else rpc.RpcReply(answer)
-        for room, sent in zip(into, reply.buffers, strict=True):
+        for room, sent in zip(into or (), reply.buffers, strict=True):
             room[:] = sent
         return reply
 
