@@ -23,9 +23,10 @@ from ringweave.comm.tuning.control_tree import ControlTree
 from ringweave.errors import PeerError
 from ringweave.membership import failure_detector
 from ringweave.planning.balancing import Speed, SpeedEstimator
+from ringweave.training import speed_test
 from ringweave.training.elastic import recovery
 from ringweave.training.elastic.session import SessionThread
-from ringweave.training.mode_choice import forecast, trial
+from ringweave.training.mode_choice import forecast
 from tests.fakes.elastic_job import own_member, send_message
 
 NUM_SAMPLES, BATCH, WIDTH = 96, 12, 6
@@ -126,7 +127,7 @@ def prepare_encoded() -> tuple[Any, Any, Any, TensorDataset]:
     """Return model, optimizer, loader and data in float32, on a node of each member's own."""
     os.environ["RINGWEAVE_NODE"] = f"n{own_member().partition('.')[0]}"
     set_step_time(restarts=False)
-    trial.BLOCK_S = SHORT_BLOCK_S
+    speed_test.BLOCK_S = SHORT_BLOCK_S
     model = make_model(ENCODED).float()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     data = make_data()

@@ -28,7 +28,7 @@ SHORT_BLOCK_S = 0.02
 def meet_server(port: int, keys: str) -> None:
     """What `ringweave run --mode ps-hra` tells a worker."""
     os.environ[SERVER], os.environ[CREDENTIALS] = f"127.0.0.1:{port}", f"{keys}/{dist.get_rank()}"
-    trial.BLOCK_S = SHORT_BLOCK_S
+    speed_test.BLOCK_S = SHORT_BLOCK_S
 
 
 def distance_in_one_ring(port: int, keys: str, case: Case) -> float:
