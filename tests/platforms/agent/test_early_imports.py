@@ -61,11 +61,17 @@ def servers(folder: Path) -> list[psutil.Process]:
     return [each for each, line in lines.items() if spares.__file__ in line and str(folder / "train.py") in line]
 
 
+def only_server(folder: Path) -> psutil.Process:
+    """Wait for it: until it begins its program, a process has the command line of this one."""
+    wait_until(lambda: len(servers(folder)) == 1)
+    return servers(folder)[0]
+
+
 def test_a_worker_is_forked_from_imports_that_began_before_the_place_to_meet_was_known(
     starter: _RoundStarter, tmp_path: Path
 ) -> None:
     starter.prepare_round(DesiredState(round=1))
-    assert len(servers(tmp_path)) == 1
+    only_server(tmp_path)
     begun = starter.start_workers(RendezvousResult(round=1, master_address=HostPort(host="127.0.0.9", port=4711)))
     outcomes = []
 
@@ -83,9 +89,9 @@ def test_a_worker_is_forked_from_imports_that_began_before_the_place_to_meet_was
 def test_a_round_that_does_not_begin_leaves_no_process(starter: _RoundStarter, tmp_path: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
     starter.prepare_round(DesiredState(round=1))
-    (first,) = servers(tmp_path)
+    first = only_server(tmp_path)
     starter.prepare_round(DesiredState(round=2))
-    (second,) = servers(tmp_path)
+    second = only_server(tmp_path)
     assert first != second
     starter.close()
     wait_until(lambda: set(psutil.Process().children(recursive=True)) <= before)
