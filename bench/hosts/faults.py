@@ -188,7 +188,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--s-per-sample", type=float, default=0.01, help="sleep for so long a sample, as if a device computed it"
     )
-    parser.add_argument("--log", type=Path, default=Path("hosts-faults.log"), help="output of the command")
+    parser.add_argument("--log", type=Path, default=Path("runs/hosts-faults.log"), help="output of the command")
     parser.add_argument("--out", type=Path, help="JSON document")
     return parser.parse_args()
 
@@ -198,6 +198,7 @@ def run_faults(options: argparse.Namespace) -> tuple[HostsRun, int, list[str]]:
     rng = random.Random(options.seed)
     wanted = [fault for fault in options.only.split(",") for _ in range(options.times)]
     rng.shuffle(wanted)
+    options.log.parent.mkdir(parents=True, exist_ok=True)
     options.log.write_text("")
     with ssh_lab(num_nodes=options.nodes, rate=options.rate) as lab:
         run = HostsRun(lab, options)
