@@ -52,7 +52,7 @@ HERE = Exceptions(
         the same part of each service, as in Kafka, etcd and gRPC: client, messages, service
         the same part of each platform: agent_main, job_runtime, platform, registry
         control loop, of a repartition and of a Slurm job: controller
-        the module in cli/ has the name of its verb: lab
+        the module in cli/ has the name of its verb: lab, operator, server
     """),
     gerunds=_table("""
         computing: batching, encoding, logging, profiling, scheduling, testing

@@ -64,10 +64,8 @@ VERBS: Mapping[str, Verb] = {
     "retry": Verb(module="jobs", command="retry", help="Start a failed or stopped job again."),
     "suspend": Verb(module="jobs", command="suspend", help="Keep a job from running."),
     "resume": Verb(module="jobs", command="resume", help="Let a suspended job run."),
-    "server": Verb(module="daemons", command="server", help="Run the parameter server of a job in mode ps-hra."),
-    "operator": Verb(
-        module="daemons", command="operator", help="Run the operator of TrainingJobs in a Kubernetes cluster."
-    ),
+    "server": Verb(module="server", help="Run the parameter server of a job in mode ps-hra."),
+    "operator": Verb(module="operator", help="Run the operator of TrainingJobs in a Kubernetes cluster."),
     "doctor": Verb(module="doctor", help="Check this machine's installation, and print fixes."),
 }
 

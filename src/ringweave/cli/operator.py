@@ -1,19 +1,15 @@
-"""`ringweave server` and `ringweave operator`: services that run until they are ended."""
+"""`ringweave operator`: runs the TrainingJobs of a Kubernetes cluster."""
 
 import asyncio
 import logging
 import os
 import secrets
 import socket
-import sys
 from typing import Any
 
 import click
 
 from ringweave.errors import LaunchError
-from ringweave.param_server.leadership import LEASE_S
-
-_SERVER_MAIN = "ringweave.param_server.main"
 
 
 @click.command()
@@ -84,57 +80,20 @@ _SERVER_MAIN = "ringweave.param_server.main"
 )
 @click.option("--context", metavar="NAME", help="Context of the kubeconfig. Default: its current one.")
 @click.option("-v", "--verbose", is_flag=True, help="Log every action.")
-def operator(**given: Any) -> int:
+def command(**given: Any) -> int:
     """Run the operator of TrainingJobs: create their Pods, release their start barriers, replace failed Pods.
 
     Needs the resource, roles and admission policies of deploy/base. SIGTERM ends it; a restarted operator continues
     with the jobs as they are.
     """
     try:
-        from ringweave.platforms.kubernetes import operator as kubernetes_operator
+        from ringweave.platforms.kubernetes import operator
     except ModuleNotFoundError as error:
         do = "Install it with pip install 'ringweave[kubernetes]'"
         raise LaunchError("operator", got=f"no {error.name}", expected="aiohttp", do=do) from error
     logging.basicConfig(level=logging.INFO if given["verbose"] else logging.WARNING, format="%(asctime)s %(message)s")
     identity = str(given["identity"] or f"{socket.gethostname()}-{secrets.token_hex(4)}")
-    settings = kubernetes_operator.operator_settings(given, identity=identity)
-    connect = kubernetes_operator.connector(os.environ, given["context"])
-    asyncio.run(kubernetes_operator.run_operator(connect, settings))
+    settings = operator.operator_settings(given, identity=identity)
+    connect = operator.connector(os.environ, given["context"])
+    asyncio.run(operator.run_operator(connect, settings))
     return 0
-
-
-@click.command()
-@click.option("--host", required=True, help="Address to listen at.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port to listen at. Default: a free one.")
-@click.option(
-    "--credentials",
-    required=True,
-    metavar="WHERE",
-    help="File with the server's credentials (mode 0600), or fd:N, an inherited descriptor.",
-)
-@click.option("--node", default="", help="Name of the node, for the event log.")
-@click.option("--run-dir", metavar="DIR", help="Folder of the event log. Default: none.")
-@click.option("--snapshots", metavar="DIR", help="Folder of snapshots of the whole state. Default: none.")
-@click.option("--snapshot-every-s", type=float, default=60.0, help="Interval of snapshots in seconds. Default: 60.")
-@click.option("--resume", metavar="FILE", help="Continue from this snapshot.")
-@click.option("--other", metavar="HOST:PORT", help="Address of the other server of a pair with a standby.")
-@click.option("--index", type=click.IntRange(0, 1), default=0, help="Index in the pair; 0 leads at the start.")
-@click.option(
-    "--claims",
-    metavar="WHERE",
-    help="Folder of the leadership log of both servers, or fd:N, an inherited socket to a node agent that has it.",
-)
-@click.option("--lease-s", type=float, default=LEASE_S, help=f"Lease of the leader in seconds. Default: {LEASE_S:g}.")
-def server(**given: object) -> int:
-    """Run the parameter server of a job in mode ps-hra: hold the parameters, and apply pushed gradients.
-
-    ringweave run --mode ps-hra starts it beside the workers, on the node with the best connection; other launchers
-    need this command. It ends when all rings have left, or by SIGTERM.
-    """
-    argv = [part for name, value in given.items() if value not in (None, "") for part in (_flag(name), str(value))]
-    # The server replaces this process: it needs torch, which the command line does not import.
-    return os.execv(sys.executable, [sys.executable, "-m", _SERVER_MAIN, *argv])
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
