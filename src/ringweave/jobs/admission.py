@@ -315,12 +315,13 @@ def apply_verb(verb: str, job: Job, now: float) -> DesiredJobState:
             do = "Submit it under another name" if succeeded else "Wait for its end, or stop it first"
             raise _verb_error(verb, job, "a job that has failed or was stopped", do)
         return replace(job.desired, retry_run=job.record.run)
-    is_stop = verb == "stop"
     if job.record.outcome is not None:
         remove = f"Remove it with ringweave delete {job.request.name}"
-        do = remove if is_stop else "No process of it runs any more"
+        do = {"stop": remove, "suspend": "No process of it runs any more"}[verb]
         raise _verb_error(verb, job, "a job that has not ended", do)
-    return replace(job.desired, stop_run=job.record.run) if is_stop else replace(job.desired, suspend=True)
+    if verb == "stop":
+        return replace(job.desired, stop_run=job.record.run)
+    return replace(job.desired, suspend=True)
 
 
 def _verb_error(verb: str, job: Job, expected: str, do: str) -> JobError:

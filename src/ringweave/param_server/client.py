@@ -201,8 +201,7 @@ class RingClient:
     servers, another one may lead when the first does not answer any more; calls are repeated there.
     """
 
-    # A long constructor: it only stores and documents its arguments.
-    # Longer than a constructor should be: half of it is its docstring.
+    # Longer than a constructor should be: it only stores its arguments, and half of it is its docstring.
     def __init__(  # noqa: PLR0913 - its servers, its ring and its timeouts
         self,
         servers: Sequence[Callable[[], rpc.RpcClient]],
