@@ -37,9 +37,9 @@ from ringweave.training.data.sources import OrderSource, StaticMembership
 from ringweave.training.elastic import ddp as elastic_ddp
 from ringweave.training.elastic import member_process
 from ringweave.training.elastic.elastic_membership import ElasticMembership, check_elastic_data
-from ringweave.training.elastic.retained_reductions import WireChoice
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.training_state import IncompleteStep
+from ringweave.training.elastic.wire_choice import WireChoice
 from ringweave.training.gradients import GradientReducer, SampleWeights
 from ringweave.training.memory import memory_guard
 from ringweave.training.mode_choice import forecast, step_benchmark

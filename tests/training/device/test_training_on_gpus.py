@@ -27,9 +27,9 @@ from ringweave.training.elastic.retained_reductions import (
     ReductionRow,
     RetainedReduction,
     SumBuffers,
-    WireChoice,
 )
 from ringweave.training.elastic.session import SessionThread
+from ringweave.training.elastic.wire_choice import WireChoice
 from ringweave.training.memory import meters, microbatches
 from tests.fakes.gpus import GIB, FakeGpus, OnGpu
 

@@ -18,8 +18,8 @@ from ringweave.training.elastic.retained_reductions import (
     ReductionRow,
     RetainedReduction,
     SumBuffers,
-    WireChoice,
 )
+from ringweave.training.elastic.wire_choice import WireChoice
 
 SMALL, LARGE = 10, MIN_SCHEDULED_BYTES // 4
 COUNTS = Commit(

@@ -10,9 +10,9 @@ import pytest
 from ringweave.errors import DisagreementError, MembershipError, RingweaveError, TrainingError
 from ringweave.membership.membership_records import Membership, MemberStatus, StopTraining
 from ringweave.training.elastic import member_details, recovery
-from ringweave.training.elastic.retained_reductions import WireChoice
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.trainer import MemberDescription, TrainerState
+from ringweave.training.elastic.wire_choice import WireChoice
 from tests.polling import wait_until
 
 

@@ -27,12 +27,12 @@ from ringweave.rpc.state_transfer import StateServer
 from ringweave.telemetry import event_writer
 from ringweave.training import timing
 from ringweave.training.elastic import member_details
-from ringweave.training.elastic.retained_reductions import WireChoice
 from ringweave.training.elastic.script_collectives import STARTUP_STATE, StartupLog
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.share_table import ShareTable
 from ringweave.training.elastic.trainer import MemberDescription, StateTransport, TrainerState
 from ringweave.training.elastic.training_state import TrainingState
+from ringweave.training.elastic.wire_choice import WireChoice
 from ringweave.training.options import Script
 from ringweave.training.recorder import ElasticRecorder
 from ringweave.training.rings.elastic_ring import AssignedMember, SessionExchange

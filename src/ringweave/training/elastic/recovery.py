@@ -32,10 +32,11 @@ from ringweave.membership.messages import MAX_LAYOUT_CHARS
 from ringweave.planning.balancing import Speed
 from ringweave.rpc.state_transfer import BackgroundThrottle, ReadThrottle
 from ringweave.training.elastic.member_details import describe_validation_error
-from ringweave.training.elastic.retained_reductions import Commit, PartialSums, RetainedReduction, WireChoice
+from ringweave.training.elastic.retained_reductions import Commit, PartialSums, RetainedReduction
 from ringweave.training.elastic.script_collectives import CollectiveCall, CollectiveResult
 from ringweave.training.elastic.share_table import shares_of_text
 from ringweave.training.elastic.trainer import TrainerState
+from ringweave.training.elastic.wire_choice import WireChoice
 
 MAX_RETAINED_REDUCTIONS = 16
 """Limit of logged reductions; with more, the others wait. During so many steps, the state of an optimizer with two

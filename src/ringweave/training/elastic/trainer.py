@@ -19,9 +19,10 @@ from ringweave.training import collectives
 from ringweave.training.elastic import share_table
 from ringweave.training.elastic.accounting import DataProgress, SampleAccounting
 from ringweave.training.elastic.member_details import check_trainer_details
-from ringweave.training.elastic.retained_reductions import Commit, ReductionRow, WireChoice
+from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
 from ringweave.training.elastic.share_table import BatchShares, ShareTable
 from ringweave.training.elastic.training_state import StateRead, TrainingState, copy_buffers
+from ringweave.training.elastic.wire_choice import WireChoice
 from ringweave.training.recorder import ElasticRecorder
 from ringweave.training.timing import StepTimer
 

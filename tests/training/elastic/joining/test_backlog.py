@@ -22,8 +22,8 @@ from ringweave.training.elastic.retained_reductions import (
     ReductionRow,
     RetainedReduction,
     SumBuffers,
-    WireChoice,
 )
+from ringweave.training.elastic.wire_choice import WireChoice
 
 LAYOUT = [[3, "float32", "cpu"], [2, "float64", "cpu"]]
 MEMBER = "2.1"

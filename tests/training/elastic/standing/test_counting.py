@@ -17,9 +17,9 @@ from ringweave.training.elastic.retained_reductions import (
     FetchOnceBroadcast,
     ReductionRow,
     RetainedReduction,
-    WireChoice,
 )
 from ringweave.training.elastic.session import ElasticSession
+from ringweave.training.elastic.wire_choice import WireChoice
 
 NOTE = '{"store": "127.0.0.1 9"}'
 PATIENCE_S = 60.0

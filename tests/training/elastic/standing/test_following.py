@@ -11,9 +11,10 @@ import torch.distributed as dist
 from ringweave.errors import ConnectionLostError, RingweaveError, TrainingError
 from ringweave.membership.membership_records import Membership, MemberStatus
 from ringweave.training.elastic import recovery, retained_reductions
-from ringweave.training.elastic.retained_reductions import Commit, ReductionRow, WireChoice
+from ringweave.training.elastic.retained_reductions import Commit, ReductionRow
 from ringweave.training.elastic.session import ElasticSession
 from ringweave.training.elastic.training_state import StateRead
+from ringweave.training.elastic.wire_choice import WireChoice
 from tests.polling import wait_until
 
 # Longer than a file should be: the doubles are a third of it, and every test here follows with them.
